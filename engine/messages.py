@@ -1,0 +1,102 @@
+"""The engine's boundary: what goes in and what comes out, as serialisable messages.
+
+Everything here can be encoded with msgspec, so that the core can run in a thread or in
+a process of its own without the callers noticing.
+"""
+
+import enum
+
+import msgspec
+
+from .sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a choice ended; the values are OpenAI's ``finish_reason`` plus vLLM's abort and error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as the core takes it: validated, tokenised. ``sampling_params.n`` choices come of it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time_s: float
+    """Seconds, ``time.monotonic()`` of the sender's machine."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """All ids that end a choice: end-of-sequence ids unless ``ignore_eos``, plus the request's own."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The ids among them that are end-of-sequence ids: their stop_reason is None."""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class SampledLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities at one position: of the token itself, then of the best ones, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestTiming(msgspec.Struct, kw_only=True):
+    """Times of one choice, in seconds of ``time.monotonic()``; 0.0 where it has not happened."""
+
+    arrival_time_s: float = 0.0
+    first_scheduled_time_s: float = 0.0
+    first_token_time_s: float = 0.0
+    last_token_time_s: float = 0.0
+    finished_time_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class ChoiceOutput(msgspec.Struct, kw_only=True):
+    """One choice's news of one step."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[SampledLogprobs] | None = None
+    prompt_logprobs: list[SampledLogprobs] | None = None
+    """Positions 1.. of the prompt; sent once, with choice 0's first token (or its end)."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    timing: RequestTiming | None = None
+    """Sent with the finish."""
+    error: str | None = None
+    """With ``FinishReason.ERROR``: what went wrong, for the caller."""
+
+
+class StepStats(msgspec.Struct, kw_only=True):
+    """Figures of the core after one step; counters are totals since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Used share of the blocks, 0..1."""
+    num_scheduled_tokens: int = 0
+    """Of this step."""
+    prompt_tokens_total: int = 0
+    prompt_tokens_computed_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_cache_queries_total: int = 0
+    """In tokens."""
+    prefix_cache_hits_total: int = 0
+    """In tokens."""
+    num_preemptions_total: int = 0
+    compiles_after_ready_total: int = 0
+
+
+class StepOutputs(msgspec.Struct, kw_only=True):
+    """All that one step has to say: one message a step."""
+
+    outputs: list[ChoiceOutput]
+    stats: StepStats

@@ -1,0 +1,201 @@
+"""How to sample: the one place where sampling options are checked and normalised (rules R1 and R3)."""
+
+import enum
+import math
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from .errors import RequestError
+
+MAX_LOGPROBS = 20
+"""Most alternatives per position that the step returns."""
+MAX_LOGIT_BIAS = 300
+"""Most entries of ``logit_bias`` (OpenAI's limit)."""
+MAX_STOP_TOKEN_IDS = 128
+"""Most stop ids of a request that also has ``min_tokens``."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_CHOICES = 128
+GREEDY_EPSILON = 1e-5
+"""A temperature below this is exact argmax (rule R4)."""
+
+
+class OutputKind(enum.IntEnum):
+    """CUMULATIVE: all so far at every step; DELTA: only what is new; FINAL_ONLY: once, at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling options of one request; names and defaults as in vLLM, checked on construction.
+
+    Raises RequestError naming the field. ``top_k`` 0 or -1 is off; ``seed`` is any 64-bit
+    integer; ``max_tokens`` None means the rest of the context; ``logprobs`` None is off, 0 is
+    the chosen token only. After construction ``stop`` and ``stop_token_ids`` are tuples,
+    ``logit_bias`` maps int to float (or is None) and ``top_k`` is 0 when off.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_lengths(self)
+        _check_bools(self)
+        force_setattr(self, "stop", _normalise_stop(self.stop))
+        force_setattr(self, "stop_token_ids", _normalise_ids(self.stop_token_ids))
+        force_setattr(self, "logit_bias", _normalise_bias(self.logit_bias))
+        if self.top_k < 0:
+            force_setattr(self, "top_k", 0)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", "stop")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def uses_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def clone(self, **changes: object) -> "SamplingParams":
+        """A copy with ``changes`` applied and checked again."""
+        return msgspec.structs.replace(self, **changes)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses ids outside the vocabulary; the device would clamp or drop them in silence."""
+        for token_id in self.stop_token_ids or ():
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size} tokens", "stop_token_ids"
+                )
+        for token_id in self.logit_bias or ():
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size} tokens", "logit_bias"
+                )
+
+
+def is_int(value: object) -> bool:
+    """An exact integer: a bool is not one."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(params: SamplingParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, got {value!r}", name)
+    inside = low < value <= high if open_low else low <= value <= high
+    if not (inside and math.isfinite(value)):
+        bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+        raise RequestError(f"{name} must be in {bounds}, got {value!r}", name)
+    force_setattr(params, name, float(value))
+
+
+def _integer(params: SamplingParams, name: str, low: int, high: int, *, optional: bool = False) -> None:
+    value = getattr(params, name)
+    if value is None and optional:
+        return
+    if not is_int(value):
+        raise RequestError(f"{name} must be an integer, got {value!r}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    _number(params, "presence_penalty", -2.0, 2.0)
+    _number(params, "frequency_penalty", -2.0, 2.0)
+    _number(params, "repetition_penalty", 0.0, 1e4, open_low=True)
+    _number(params, "temperature", 0.0, 2.0)
+    _number(params, "top_p", 0.0, 1.0, open_low=True)
+    _number(params, "min_p", 0.0, 1.0)
+    _integer(params, "top_k", -1, 2**31 - 1)
+    _integer(params, "seed", -(2**63), 2**63 - 1, optional=True)
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    _integer(params, "n", 1, MAX_CHOICES)
+    _integer(params, "max_tokens", 1, 2**31 - 1, optional=True)
+    _integer(params, "min_tokens", 0, 2**31 - 1)
+    _integer(params, "logprobs", 0, MAX_LOGPROBS, optional=True)
+    _integer(params, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})", "min_tokens"
+        )
+    if params.n > 1 and params.greedy:
+        raise RequestError("n > 1 needs temperature > 0: greedy choices would all be the same", "n")
+
+
+def _check_bools(params: SamplingParams) -> None:
+    names = (
+        "ignore_eos",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+    )
+    for name in names:
+        if not isinstance(getattr(params, name), bool):
+            raise RequestError(f"{name} must be true or false, got {getattr(params, name)!r}", name)
+
+
+def _normalise_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    items = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(items) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop holds {len(items)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise RequestError(f"stop must hold non-empty strings, got {item!r}", "stop")
+        if len(item) > MAX_STOP_STRING_CHARS:
+            raise RequestError(f"a stop string may have at most {MAX_STOP_STRING_CHARS} characters", "stop")
+    return items
+
+
+def _normalise_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    items = tuple(ids or ())
+    if len(items) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"stop_token_ids holds {len(items)} ids, at most {MAX_STOP_TOKEN_IDS}", "stop_token_ids")
+    for item in items:
+        if not is_int(item):
+            raise RequestError(f"stop_token_ids must hold integers, got {item!r}", "stop_token_ids")
+    return items
+
+
+def _normalise_bias(bias: dict[int, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
+    result: dict[int, float] = {}
+    for key, value in bias.items():
+        if not is_int(key):
+            raise RequestError(f"logit_bias keys must be token ids, got {key!r}", "logit_bias")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise RequestError(f"logit_bias values must be numbers in [-100, 100], got {value!r}", "logit_bias")
+        result[key] = float(value)
+    return result
