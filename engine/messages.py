@@ -100,3 +100,13 @@ class StepOutputs(msgspec.Struct, kw_only=True):
 
     outputs: list[ChoiceOutput]
     stats: StepStats
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Ends a request, or one choice of it, wherever it is; unknown ids are ignored."""
+
+    request_id: str
+    index: int | None = None
+    """None: all choices."""
+    reason: FinishReason = FinishReason.ABORT
+    """STOP when a stop string was found where the text is made."""
