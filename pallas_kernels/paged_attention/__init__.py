@@ -1,0 +1,65 @@
+"""Decode attention: one query a row over the paged KV pool."""
+
+from functools import partial
+
+import jax
+
+from ..attention_common import AttentionOptions, check_attention_inputs
+from ..dispatch import Implementation, check_implementation
+from .xla import paged_attention_xla
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Implementation = "xla",
+) -> jax.Array:
+    """Attention of each row's newest token over all its tokens.
+
+    Args:
+      q: ``[R, N, H]``; row r's query stands at position ``seq_lens[r] - 1``, and its own key and value are
+        already in the pool.
+      kv: ``[B, 2, K, S, H]``, one layer's pool, keys at index 0 and values at 1; N is a multiple of K. What the
+        pool holds outside a row's tokens is never used, even if it is NaN.
+      block_tables: i32 ``[R, max_blocks]``, the row's block ids in order; entries past the length are ignored.
+      seq_lens: i32 ``[R]``, at most ``max_blocks * S``; a row of length 0 gives zeros.
+      scale: factor on q · k.
+      window: the query at position p sees the keys in (p - window, p].
+      softcap: scores become ``softcap * tanh(score / softcap)``.
+      sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
+      implementation: "xla" (see ``dispatch.select_implementation``).
+
+    Returns:
+      ``[R, N, H]`` in q's type; the softmax and both sums are float32.
+
+    Raises:
+      ValueError: shapes, types or options that do not fit. NotImplementedError: implementation "mosaic".
+    """
+    check_implementation(implementation)
+    check_attention_inputs(q, kv, block_tables, seq_lens, sinks)
+    if q.shape[0] != seq_lens.shape[0]:
+        raise ValueError(f"decode takes one query a row; got {q.shape[0]} queries and {seq_lens.shape[0]} rows")
+    options = AttentionOptions(scale=scale, window=window, softcap=softcap)
+    return _paged_attention(q, kv, block_tables, seq_lens, sinks, options=options)
+
+
+@partial(jax.jit, static_argnames="options")
+def _paged_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> jax.Array:
+    """An inner jit: the layers of a model with equal shapes and options share one trace."""
+    return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options)

@@ -1,0 +1,73 @@
+"""Mixed attention: any number of queries a row (decode, prefill, chunked prefill) over the paged KV pool."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from ..attention_common import AttentionOptions, check_attention_inputs
+from ..dispatch import Implementation, check_implementation
+from .xla import ragged_paged_attention_xla
+
+__all__ = ["ragged_paged_attention"]
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Implementation = "xla",
+) -> jax.Array:
+    """Causal attention of the tokens of this step, packed row after row.
+
+    Args:
+      q: ``[T, N, H]``; row r's queries are the tokens ``query_start_loc[r]:query_start_loc[r+1]``, at the
+        positions ``seq_lens[r] - query_len .. seq_lens[r] - 1``. Their keys and values are already in the pool.
+      kv: ``[B, 2, K, S, H]``, one layer's pool, keys at index 0 and values at 1; N is a multiple of K. What the
+        pool holds outside a row's tokens is never used, even if it is NaN.
+      block_tables: i32 ``[R, max_blocks]``, the row's block ids in order; entries past the length are ignored.
+      query_start_loc: i32 ``[R+1]``, prefix sum of the rows' query counts, from 0; a count may be 0. Tokens
+        from ``query_start_loc[R]`` on are padding and give zeros.
+      seq_lens: i32 ``[R]``, tokens in the pool including this step's; at most ``max_blocks * S``.
+      scale: factor on q · k.
+      window: the query at position p sees the keys in (p - window, p].
+      softcap: scores become ``softcap * tanh(score / softcap)``.
+      sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
+      implementation: "xla" (see ``dispatch.select_implementation``).
+
+    Returns:
+      ``[T, N, H]`` in q's type; the softmax and both sums are float32.
+
+    Raises:
+      ValueError: shapes, types or options that do not fit. NotImplementedError: implementation "mosaic".
+    """
+    check_implementation(implementation)
+    check_attention_inputs(q, kv, block_tables, seq_lens, sinks)
+    if query_start_loc.shape != (seq_lens.shape[0] + 1,) or query_start_loc.dtype != jnp.int32:
+        raise ValueError(
+            f"query_start_loc must be int32 [{seq_lens.shape[0] + 1}] for {seq_lens.shape[0]} rows; "
+            f"got {query_start_loc.dtype} {query_start_loc.shape}"
+        )
+    options = AttentionOptions(scale=scale, window=window, softcap=softcap)
+    return _ragged_paged_attention(q, kv, block_tables, query_start_loc, seq_lens, sinks, options=options)
+
+
+@partial(jax.jit, static_argnames="options")
+def _ragged_paged_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> jax.Array:
+    """An inner jit: the layers of a model with equal shapes and options share one trace."""
+    return ragged_paged_attention_xla(q, kv, block_tables, query_start_loc, seq_lens, sinks, options)
