@@ -1,0 +1,114 @@
+"""One choice of a user's request, as the scheduler sees it."""
+
+import enum
+
+from .block_pool import Block
+from .messages import EngineRequest, FinishReason, RequestTiming, SampledLogprobs
+from .sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    """In the waiting queue, never scheduled or sent back to it before its prompt was done."""
+    FORKING = enum.auto()
+    """A further choice of a request whose prompt choice 0 is computing; it joins when that is done."""
+    RUNNING = enum.auto()
+    """Holds a row and blocks."""
+    PREEMPTED = enum.auto()
+    """Lost row and blocks; waits at the front of the queue and recomputes what the cache no longer has."""
+    FINISHED = enum.auto()
+
+
+class Request:
+    """A choice: token ids, progress, blocks. Only the scheduler and the KV cache manager change it."""
+
+    __slots__ = (
+        "admissions",
+        "block_keys",
+        "blocks",
+        "finish_reason",
+        "index",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "prompt_logprobs",
+        "prompt_logprobs_sent",
+        "row",
+        "seed",
+        "source",
+        "status",
+        "stop_reason",
+        "timing",
+        "token_ids",
+    )
+
+    def __init__(self, source: EngineRequest, index: int, seed: int) -> None:
+        self.source = source
+        self.index = index
+        """The choice, 0..n-1."""
+        self.seed = seed
+        """64 bits, given or drawn."""
+        self.token_ids = list(source.prompt_token_ids)
+        self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.num_computed_tokens = 0
+        """Tokens whose KV is in the pool once all dispatched steps are done."""
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache at the first admission."""
+        self.admissions = 0
+        self.status = RequestStatus.WAITING
+        self.row = -1
+        """Row of the device state; -1 unless running."""
+        self.blocks: list[Block] = []
+        self.block_keys: list[bytes] = []
+        """Keys of the leading full blocks, as far as they were needed."""
+        self.num_published_blocks = 0
+        """Leading blocks already offered to the prefix cache."""
+        self.prompt_logprobs: list[SampledLogprobs] = []
+        """Of prompt positions 1.. so far, when asked for."""
+        self.prompt_logprobs_sent = False
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.timing = RequestTiming(arrival_time_s=source.arrival_time_s)
+
+    @property
+    def request_id(self) -> str:
+        return self.source.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.source.sampling_params
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt plus ``max_tokens``, which admission has filled in."""
+        assert self.params.max_tokens is not None
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Still needs logprobs of prompt positions: choice 0 only, all n share the prompt."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.index == 0
+            and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        )
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}[{self.index}], {self.status.name}, row={self.row}, "
+            f"computed={self.num_computed_tokens}/{self.num_tokens}, blocks={len(self.blocks)})"
+        )

@@ -1,0 +1,42 @@
+"""From results of the step to messages."""
+
+from .messages import ChoiceOutput, SampledLogprobs
+from .request import Request
+from .scheduler_output import PromptLogprobs, SampledRows
+
+
+def sampled_logprobs(source: SampledRows | PromptLogprobs, entry: int, count: int) -> SampledLogprobs:
+    """One position's log-probabilities with the ``count`` best alternatives."""
+    return SampledLogprobs(
+        token_id=int(source.token_ids[entry]),
+        logprob=float(source.logprobs[entry]),
+        rank=int(source.ranks[entry]),
+        top_token_ids=source.top_token_ids[entry, :count].tolist(),
+        top_logprobs=source.top_logprobs[entry, :count].tolist(),
+    )
+
+
+def choice_output(
+    request: Request, token_ids: list[int], logprobs: list[SampledLogprobs] | None = None, error: str | None = None
+) -> ChoiceOutput:
+    """A choice's news; prompt logprobs go out once, with the first token or the end."""
+    prompt_logprobs = None
+    first = request.num_output_tokens == len(token_ids)
+    if request.index == 0 and request.params.prompt_logprobs is not None and (first or request.finished):
+        prompt_logprobs, request.prompt_logprobs_sent = _unsent(request), True
+    return ChoiceOutput(
+        request_id=request.request_id,
+        index=request.index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        timing=request.timing if request.finished else None,
+        error=error,
+    )
+
+
+def _unsent(request: Request) -> list[SampledLogprobs] | None:
+    return None if request.prompt_logprobs_sent else request.prompt_logprobs
