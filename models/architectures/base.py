@@ -1,0 +1,145 @@
+"""What an architecture file says, and the parts that all of them share."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..decoder_config import DecoderConfig, LayerSpec
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+
+@dataclass(frozen=True)
+class WeightMapping:
+    """One of our parameters and the checkpoint tensors it is made of."""
+
+    target: str
+    """Dotted path in the parameter tree; a number indexes the list of layers: ``layers.3.attention.qkv.weight``."""
+    sources: tuple[str, ...]
+    """Checkpoint names, concatenated along axis 0 in this order."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shape each source must have, weights as ``[out, in]``."""
+    permuted_heads: tuple[int, ...] = ()
+    """Heads in each source whose rows llama.cpp reorders when it writes GGUF; 0 for a source left alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the target."""
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of checkpoints, as data. ``names`` maps a part of the decoder to its checkpoint names.
+
+    Keys of ``names``: ``embed``, ``norm``, ``head`` (whole names of modules) and, below ``layer_prefix``,
+    ``qkv``, ``o``, ``q_norm``, ``k_norm``, ``gate_up``, ``down``, ``attention_norm``, ``attention_post_norm``,
+    ``mlp_norm``, ``mlp_post_norm``, ``sinks``. Values are tuples of module names without ``.weight``.
+    """
+
+    name: str
+    build: "Callable[[ModelConfig], DecoderConfig]"
+    names: Mapping[str, tuple[str, ...]]
+    layer_prefix: str = "model.layers.{}."
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of config.json keys that are absent or null."""
+    ignorable: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Regular expressions (full match) of checkpoint tensors that no parameter is made of."""
+    ignorable_when_tied: tuple[str, ...] = (r"lm_head\.weight",)
+    permutes_gguf_heads: bool = False
+    """llama.cpp reorders the rows of q and k for this family."""
+
+    def decoder_config(self, model_config: "ModelConfig") -> DecoderConfig:
+        """The decoder that ``model_config`` describes."""
+        return self.build(model_config)
+
+    def ignorable_names(self, config: DecoderConfig) -> tuple[str, ...]:
+        """Regular expressions (full match) of tensors that may be present and are not loaded."""
+        return self.ignorable + (self.ignorable_when_tied if config.tie_embeddings else ())
+
+    def weight_mappings(self, config: DecoderConfig) -> list[WeightMapping]:
+        """Every parameter of ``Decoder(config)``, each once."""
+        vocab, hidden = config.vocab_size, config.hidden_size
+        mappings = [
+            self._mapping("embed.weight", "", "embed", ((vocab, hidden),)),
+            self._mapping("norm.weight", "", "norm", ((hidden,),)),
+        ]
+        if not config.tie_embeddings:
+            mappings.append(self._mapping("head.weight", "", "head", ((vocab, hidden),)))
+        for index, layer in enumerate(config.layers):
+            mappings.extend(self._layer(index, layer, config))
+        return mappings
+
+    def _mapping(
+        self, target: str, prefix: str, part: str, shapes: tuple[tuple[int, ...], ...], heads: tuple[int, ...] = ()
+    ) -> WeightMapping:
+        suffix = "" if part == "sinks" else "." + target.rpartition(".")[2]
+        sources = tuple(prefix + name + suffix for name in self.names[part])
+        if len(sources) == 1 and len(shapes) > 1:  # a checkpoint that is fused already
+            shapes = ((sum(shape[0] for shape in shapes), *shapes[0][1:]),)
+        return WeightMapping(target, sources, shapes, heads if self.permutes_gguf_heads else ())
+
+    def _layer(self, index: int, layer: LayerSpec, config: DecoderConfig) -> Iterator[WeightMapping]:
+        prefix, ours = self.layer_prefix.format(index), f"layers.{index}."
+        hidden, ffn, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+        heads = (config.num_heads, config.num_kv_heads, 0)
+        linears = (
+            ("attention.qkv", "qkv", (q, kv, kv), hidden, config.qkv_bias, heads),
+            ("attention.o", "o", (hidden,), q, config.o_bias, ()),
+            ("mlp.gate_up", "gate_up", (ffn, ffn), hidden, config.mlp_bias, ()),
+            ("mlp.down", "down", (hidden,), ffn, config.mlp_bias, ()),
+        )
+        for path, part, outs, inner, bias, permuted in linears:
+            yield self._mapping(f"{ours}{path}.weight", prefix, part, tuple((out, inner) for out in outs), permuted)
+            if bias:
+                yield self._mapping(f"{ours}{path}.bias", prefix, part, tuple((out,) for out in outs), permuted)
+        if config.qk_norm is not None:
+            per_head = config.qk_norm == "head"
+            for part, full in (("q_norm", q), ("k_norm", kv)):
+                size = config.head_dim if per_head else full
+                yield self._mapping(f"{ours}attention.{part}.weight", prefix, part, ((size,),))
+        if config.attention_sinks:
+            yield self._mapping(f"{ours}attention.sinks", prefix, "sinks", ((config.num_heads,),))
+        for part in norm_parts(config):
+            yield self._mapping(f"{ours}{part}.weight", prefix, part, ((hidden,),))
+
+
+def norm_parts(config: DecoderConfig) -> tuple[str, ...]:
+    """Names of the norms around a layer's two sublayers."""
+    before, after = ("attention_norm", "mlp_norm"), ("attention_post_norm", "mlp_post_norm")
+    return {"pre": before, "post": after, "both": before + after}[config.norm_placement]
+
+
+LLAMA_NAMES: Mapping[str, tuple[str, ...]] = {
+    "embed": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+    "attention_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+}
+"""Names that Llama introduced and most families keep."""
+
+
+def llama_like(config: "ModelConfig", windows: tuple[int | None, ...], **changes: Any) -> DecoderConfig:
+    """A pre-norm decoder with Llama's parts; ``changes`` overrides fields of the result."""
+    layers = tuple(LayerSpec(rope=config.rope_of(index), window=window) for index, window in enumerate(windows))
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "layers": layers,
+        "norm_eps": config.norm_eps,
+        "activation": config.activation,
+        "tie_embeddings": config.tie_word_embeddings,
+    }
+    return DecoderConfig(**{**fields, **changes})

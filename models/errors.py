@@ -1,0 +1,5 @@
+"""The one error of this package: a checkpoint's configuration that Octavo cannot run."""
+
+
+class ModelConfigError(ValueError):
+    """A model's configuration is missing, malformed or names something unknown; the message says which and what is known."""
