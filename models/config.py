@@ -155,7 +155,7 @@ class ModelConfig:
         return self.ropes[layer_type]
 
     def windows(self, *, all_sliding: bool = False) -> tuple[int | None, ...]:
-        """Per layer the window in tokens or None: from ``layer_types``, else for all or from ``max_window_layers`` on."""
+        """Each layer's window in tokens or None: by ``layer_types``, else from ``max_window_layers`` on or in all."""
         if self.layer_types is not None:
             if _SLIDING in self.layer_types and self.sliding_window is None:
                 raise ModelConfigError("layer_types names sliding_attention but sliding_window is not given")

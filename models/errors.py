@@ -2,4 +2,4 @@
 
 
 class ModelConfigError(ValueError):
-    """A model's configuration is missing, malformed or names something unknown; the message says which and what is known."""
+    """A model's configuration lacks something, is malformed or names something unknown; the message says what."""

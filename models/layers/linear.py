@@ -1,0 +1,46 @@
+"""Products with weights. The only place that looks at how a weight is stored."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+_FEW_TOKENS = range(2, 49)
+"""Token counts for which XLA:CPU multiplies faster with the weights on the left (1.4 to 2 times at 2 to 32)."""
+
+
+def matmul(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """``x [T, in]`` times ``weight [out, in]`` transposed → ``[T, out]``, summed in float32.
+
+    The result has ``out_dtype``, by default x's type. Raises ValueError if the inner sizes differ.
+    """
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"cannot multiply x {x.shape} by weight {weight.shape}; expected [T, in] and [out, in]")
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if x.shape[0] not in _FEW_TOKENS:
+        return _weights_right(x, weight).astype(out_dtype)
+    product = jax.lax.platform_dependent(x, weight, cpu=_weights_left, default=_weights_right)
+    return product.astype(out_dtype)
+
+
+def _weights_right(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _weights_left(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Without the barrier XLA turns the transposed product back into ``x · weightᵀ``."""
+    product = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(product).T
+
+
+class Linear(nnx.Module):
+    """``x [T, in] → [T, out]``. Parameters: ``weight [out, in]`` and, if asked for, ``bias [out]``."""
+
+    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype))
+        self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.bias is None:
+            return matmul(x, self.weight[...])
+        product = matmul(x, self.weight[...], out_dtype=jnp.dtype(jnp.float32))
+        return (product + self.bias[...].astype(jnp.float32)).astype(x.dtype)
