@@ -1,0 +1,31 @@
+"""Random weights for tests and benchmarks of speed: the shapes of a model without its files."""
+
+import zlib
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+_STD = 0.02
+
+
+def dummy_array(name: str, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+    """Normal with standard deviation 0.02, made on the device; ones where ``name`` is a norm's weight.
+
+    The values follow from ``name`` alone: the same in every process and under every sharding.
+    """
+    if "norm" in name:
+        return jax.device_put(jnp.ones(leaf.shape, leaf.dtype), sharding)
+    return _generator(leaf.shape, jnp.dtype(leaf.dtype), sharding)(jax.random.key(zlib.crc32(name.encode())))
+
+
+@cache
+def _generator(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """One compiled program for all layers' weights of a shape."""
+
+    def generate(key: jax.Array) -> jax.Array:
+        return (_STD * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(generate, out_shardings=sharding)

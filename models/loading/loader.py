@@ -1,0 +1,158 @@
+"""A checkpoint -> the decoder's parameters on their devices, one tensor at a time."""
+
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from ..architectures.base import Architecture, WeightMapping
+from ..decoder import abstract_params, param_partition_specs
+from ..decoder_config import DecoderConfig
+from .dummy import dummy_array
+from .errors import LoadError, name_list
+from .gguf_source import GGUFSource
+from .resolve import ResolvedModel, WeightFormat, resolve_model
+from .safetensors_source import SafetensorsSource
+from .source import WeightSource
+
+_CHUNK_ELEMENTS = 1 << 20
+"""What one thread converts at a time: keeps the temporaries of dequantising small, and every core busy."""
+_MAX_THREADS = 8
+
+Target = tuple[jax.ShapeDtypeStruct, NamedSharding]
+
+
+def load_params(
+    model_path: Path,
+    architecture: Architecture,
+    decoder_config: DecoderConfig,
+    *,
+    dtype: jax.typing.DTypeLike,
+    mesh: Mesh,
+    load_format: WeightFormat,
+    progress: bool = False,
+) -> Any:
+    """The nested dict of arrays that ``models.decoder`` describes, sharded over ``mesh`` (axis "tp").
+
+    Weights are cast to ``dtype`` on the host. On the host there is one target tensor at a time, beside the pages of
+    at most two open files. ``progress`` shows a bar of bytes on standard error. Raises LoadError before anything is
+    read if a tensor is missing, unexpected, or of another shape or dtype than the model's.
+    """
+    _, abstract = abstract_params(decoder_config, dtype)
+    targets, treedef = _targets(abstract, param_partition_specs(decoder_config), mesh)
+    if load_format == "dummy":
+        return treedef.unflatten([dummy_array(name, *target) for name, target in targets.items()])
+    mappings = architecture.weight_mappings(decoder_config)
+    _check_mappings(mappings, targets, architecture.name)
+    with closing(_open(model_path, load_format, mappings)) as source:
+        _check_tensors(source, mappings, architecture.ignorable_names(decoder_config), model_path)
+        arrays = _read(source, mappings, targets, progress)
+    return treedef.unflatten([arrays[name] for name in targets])
+
+
+def _targets(abstract: Any, specs: Any, mesh: Mesh) -> tuple[dict[str, Target], jax.tree_util.PyTreeDef]:
+    """Dotted path -> shape, dtype and sharding, in the tree's order of leaves."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    flat_specs = jax.tree_util.tree_leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): (leaf, NamedSharding(mesh, spec))
+        for (path, leaf), spec in zip(leaves, flat_specs, strict=True)
+    }, treedef
+
+
+def _open(path: Path, load_format: WeightFormat, mappings: list[WeightMapping]) -> WeightSource:
+    if load_format == "safetensors":
+        return SafetensorsSource(path)
+    heads = {
+        name: heads
+        for mapping in mappings
+        if mapping.permuted_heads
+        for name, heads in zip(mapping.sources, mapping.permuted_heads, strict=True)
+    }
+    return GGUFSource(path, heads)
+
+
+def _check_mappings(mappings: list[WeightMapping], targets: dict[str, Target], architecture: str) -> None:
+    """The architecture's table against the decoder's parameters."""
+    names = [mapping.target for mapping in mappings]
+    if len(names) != len(set(names)) or set(names) != targets.keys():
+        differing = set(names) ^ targets.keys()
+        raise LoadError(f"{architecture}'s table of weights does not fit the decoder: {name_list(differing)}")
+    for mapping in mappings:
+        expected = targets[mapping.target][0].shape
+        if mapping.shape != expected:
+            raise LoadError(f"{architecture}'s shape of {mapping.target}", expected=expected, found=mapping.shape)
+
+
+def _check_tensors(source: WeightSource, mappings: list[WeightMapping], ignorable: tuple[str, ...], path: Path) -> None:
+    """Each tensor of the model is there, nothing else is, and all have the right shape and a readable dtype."""
+    wanted = {name: shape for mapping in mappings for name, shape in zip(mapping.sources, mapping.shapes, strict=True)}
+    if missing := wanted.keys() - source.tensors.keys():
+        raise LoadError(f"the checkpoint lacks {len(missing)} tensors: {name_list(missing)}", file=path)
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignorable) or r"(?!)")
+    unexpected = [name for name in source.tensors if name not in wanted and not ignored.fullmatch(name)]
+    if unexpected:
+        raise LoadError(
+            f"the checkpoint has {len(unexpected)} tensors that the model does not use: {name_list(unexpected)}",
+            file=path,
+        )
+    for name, shape in wanted.items():
+        info = source.tensors[name]
+        if info.shape != shape:
+            raise LoadError("shape", file=info.file, tensor=name, expected=shape, found=info.shape)
+        source.check_readable(name)
+
+
+def _read(
+    source: WeightSource, mappings: list[WeightMapping], targets: dict[str, Target], progress: bool
+) -> dict[str, jax.Array]:
+    # By file, so that each file is opened once (a fused tensor may span two neighbours).
+    ordered = sorted(mappings, key=lambda mapping: str(source.tensors[mapping.sources[0]].file))
+    num_bytes = {m.target: sum(source.tensors[name].num_bytes for name in m.sources) for m in ordered}
+    arrays: dict[str, jax.Array] = {}
+    bar = tqdm(
+        total=sum(num_bytes.values()),
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not progress,
+        file=sys.stderr,
+    )
+    with bar, ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        for mapping in ordered:
+            leaf, sharding = targets[mapping.target]
+            buffer = _assemble(source, mapping, np.dtype(leaf.dtype), pool)
+            # Waiting frees the host's copy before the next one is made.
+            arrays[mapping.target] = jax.make_array_from_callback(
+                leaf.shape, sharding, buffer.__getitem__
+            ).block_until_ready()
+            bar.update(num_bytes[mapping.target])
+    return arrays
+
+
+def _assemble(source: WeightSource, mapping: WeightMapping, dtype: np.dtype, pool: ThreadPoolExecutor) -> np.ndarray:
+    """All sources of a parameter in one buffer of ``mapping.shape``, filled by row ranges in parallel."""
+    buffer = np.empty(mapping.shape, dtype)
+    jobs, first = [], 0
+    for name, shape in zip(mapping.sources, mapping.shapes, strict=True):
+        row_elements = max(1, int(np.prod(shape[1:])))
+        step = max(1, _CHUNK_ELEMENTS // row_elements)
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            jobs.append(pool.submit(source.read_rows, name, start, stop, buffer[first + start : first + stop]))
+        first += shape[0]
+    for job in jobs:
+        job.result()
+    return buffer
+
+
+__all__ = ["ResolvedModel", "load_params", "resolve_model"]

@@ -1,0 +1,79 @@
+"""From what a user calls a model to its files and configuration. No jax here: API processes do this too."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import ModelConfig
+from .default_model import require_default_model
+from .errors import LoadError, name_list
+from .gguf_config import gguf_config
+from .gguf_file import GGUFFile
+from .hub import fetch_model
+from .safetensors_source import checkpoint_files
+
+WeightFormat = Literal["safetensors", "gguf", "dummy"]
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that is on this machine."""
+
+    path: Path
+    """A folder with config.json, or a .gguf file."""
+    format: WeightFormat
+    config: ModelConfig
+
+
+def resolve_model(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> ResolvedModel:
+    """Finds (or downloads) a model and reads its configuration; None means the embedded default.
+
+    ``load_format`` is one of ``LOAD_FORMATS``; auto goes by the files. ``hf_overrides`` are put over the
+    configuration. Raises LoadError for files, ModelConfigError for the configuration.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise LoadError("load format", expected=" or ".join(LOAD_FORMATS), found=repr(load_format))
+    with_weights = load_format != "dummy"
+    if model is None:
+        path = require_default_model()
+    else:
+        path = fetch_model(model, revision=revision, download_dir=download_dir, with_weights=with_weights)
+    path = _gguf_in(path) or path
+    found: WeightFormat = "gguf" if path.is_file() else "safetensors"
+    if path.is_file() and path.suffix != ".gguf":
+        raise LoadError("a model is a folder or a .gguf file", file=path)
+    if load_format not in ("auto", "dummy", found):
+        raise LoadError("load format", file=path, expected=load_format, found=found)
+    if found == "safetensors" and with_weights:
+        checkpoint_files(path)  # refuses early, before anything is built on the configuration
+    return ResolvedModel(path, found if with_weights else "dummy", _read_config(path, hf_overrides))
+
+
+def _gguf_in(path: Path) -> Path | None:
+    """The one GGUF file of a folder that holds no Hugging Face model."""
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = name_list(file.name for file in files)
+        raise LoadError(f"holds several GGUF files ({names}); name the one to load", file=path)
+    return files[0] if files else None
+
+
+def _read_config(path: Path, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
+    if path.is_dir():
+        return ModelConfig.from_folder(path, hf_overrides)
+    file = GGUFFile(path)
+    try:
+        return ModelConfig.from_dict({**gguf_config(file), **(hf_overrides or {})})
+    finally:
+        file.close()
