@@ -59,5 +59,5 @@ class BucketTable:
             if num_tokens <= bucket.num_tokens and num_rows <= bucket.num_rows:
                 return bucket
         raise AssertionError(
-            f"no bucket holds {num_tokens} tokens in {num_rows} rows: the scheduler overran its limits"
+            f"no bucket for {num_tokens} tokens in {num_rows} rows: the scheduler overran its limits"
         )

@@ -27,6 +27,7 @@ ROW_PARAMS = (
     "choice",
     "num_logprobs",
     "use_bias",
+    "use_mask",
 )
 """Columns of the per-row sampling parameters; the first six are float32 bits."""
 NUM_FLOAT_PARAMS = 6
@@ -53,7 +54,7 @@ def packed_layout(bucket: Bucket, block_size: int) -> PackedLayout:
     padding and forks); rows [R] (device state row, ``max_num_seqs`` for padding);
     logits_indices [R] (token whose logits the row samples from); positions [R] (place of the
     token being drawn); samples [R] (0: the result is not used); suppress_stop [R]; params
-    [R, 12]; table_deltas [C, 3] (row, index, block id; padding row ``max_num_seqs``).
+    [R, 13]; table_deltas [C, 3] (row, index, block id; padding row ``max_num_seqs``).
     """
     num_tokens, num_rows = bucket.num_tokens, bucket.num_rows
     num_deltas = -(-num_tokens // block_size) + num_rows
@@ -202,5 +203,6 @@ def _row_params(request: Request) -> np.ndarray:
         request.index,
         num_logprobs,
         params.logit_bias is not None,
+        False,
     )
     return result

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
+from .admission import check_fits
 from .block_pool import Block
 from .errors import RequestError
 from .kv_cache_manager import KVCacheManager
@@ -64,29 +65,13 @@ class Scheduler:
 
     def check_admissible(self, source: EngineRequest) -> None:
         """Refuses what can never run (rule R10)."""
-        num_prompt = len(source.prompt_token_ids)
-        max_tokens = source.sampling_params.max_tokens
-        total = num_prompt + (max_tokens if max_tokens is not None else 1)
-        limit = self.max_model_len
-        if num_prompt + 1 > limit:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens, but this model's context length is {limit} tokens "
-                f"and at least one must be left for the output",
-                "input_tokens",
-            )
-        if total > limit:
-            raise RequestError(
-                f"this model's context length is {limit} tokens, but {total} were requested "
-                f"({num_prompt} in the prompt and max_tokens={max_tokens})",
-                "max_tokens",
-            )
-        needed = self.kv.blocks_for(min(total, limit))
-        if needed > self.kv.pool.num_usable:
-            raise RequestError(
-                f"the request may need {needed} KV blocks of {self.kv.block_size} tokens, "
-                f"the whole cache has {self.kv.pool.num_usable}",
-                "max_tokens",
-            )
+        check_fits(
+            len(source.prompt_token_ids),
+            source.sampling_params.max_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.kv.block_size,
+            num_usable_blocks=self.kv.pool.num_usable,
+        )
 
     def add_request(self, source: EngineRequest) -> None:
         """Queues all choices of a request. Raises RequestError when it can never run or its id is in use."""

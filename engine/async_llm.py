@@ -1,0 +1,228 @@
+"""``AsyncLLM``: many requests at once, each an async iterator; what the server runs on."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from .args import EngineArgs
+from .config import EngineConfig
+from .core_client import CoreThread
+from .errors import EngineDeadError, RequestError
+from .input_processor import InputProcessor, Prompt, default_sampling_params
+from .launch import launch_core, open_model
+from .messages import AbortRequest, StepOutputs, StepStats
+from .metrics import NullStatSink, StatSink
+from .output_collector import RequestOutputCollector
+from .output_processor import OutputProcessor
+from .outputs import RequestOutput
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+TEXT_THREADS = 2
+"""Threads for tokenising and templates, off the event loop (rule R24)."""
+
+
+class AsyncLLM:
+    """An engine beside an event loop. ``await start()`` first; then ``generate`` from that loop.
+
+    ``config``, ``tokenizer`` and ``default_sampling_params`` are there once ``start`` has returned.
+    """
+
+    def __init__(self, args: EngineArgs, *, stat_sink: StatSink | None = None) -> None:
+        self._args = args
+        self._config = EngineConfig.from_args(args)
+        self._stat_sink = stat_sink or NullStatSink()
+        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="octavo-text")
+        self._core: CoreThread | None = None
+        self._collectors: dict[str, RequestOutputCollector] = {}
+        self._engine_ids: dict[str, str] = {}
+        """The caller's id -> the engine's own (rule R22)."""
+        self._ids = itertools.count()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._death: BaseException | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.default_sampling_params: dict[str, Any] = {}
+
+    # ---- life -------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def ready(self) -> bool:
+        """Loaded, warm and alive."""
+        return self._core is not None and self.dead_error is None
+
+    @property
+    def dead_error(self) -> BaseException | None:
+        return self._death or (self._core.dead_error if self._core else None)
+
+    async def start(self) -> None:
+        """Loads the model and warms up, in a worker thread. Raises ConfigError."""
+        self._loop = asyncio.get_running_loop()
+        await self._in_pool(self._load)
+
+    def _load(self) -> None:
+        args = self._args
+        frontend = open_model(self._config, skip_tokenizer=args.skip_tokenizer_init, chat_template=args.chat_template)
+        core, self._config = launch_core(self._config, frontend)
+        self.tokenizer = frontend.tokenizer
+        self.default_sampling_params = default_sampling_params(
+            frontend.resolved.config.sampling_defaults, args.generation_config, args.override_generation_config
+        )
+        self._inputs = InputProcessor(self._config, frontend.tokenizer)
+        self._outputs = OutputProcessor(frontend.tokenizer, self._stat_sink)
+        self._core = CoreThread(core, self._post_outputs, self._post_death)
+        self._core.start()
+
+    def shutdown(self) -> None:
+        """Ends the engine; requests still open get EngineDeadError."""
+        if self._core is not None:
+            self._core.stop()
+        self._fail_all(EngineDeadError("the engine was shut down"))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def wait_drained(self, timeout_s: float) -> bool:
+        """Waits until no request is open; False if some are left after ``timeout_s`` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine cannot serve."""
+        if not self.ready:
+            raise EngineDeadError("the engine is not running") from self.dead_error
+
+    def stats(self) -> StepStats:
+        return self._core.stats() if self._core is not None else StepStats()
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request, as ``sampling_params.output_kind`` says; leaving the iterator early aborts.
+
+        ``request_id`` is the caller's label, unique among open requests. Raises RequestError for
+        what cannot be served and EngineDeadError when the engine ends.
+        """
+        core = self._running_core()
+        if request_id in self._engine_ids:
+            raise RequestError(f"request id {request_id!r} is already in use", "request_id")
+        engine_id = f"{next(self._ids)}"
+        collector = RequestOutputCollector()
+        self._open(request_id, engine_id, collector)
+        finished = False
+        try:
+            request, text = await self._in_pool(
+                lambda: self._inputs.make_request(
+                    engine_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt
+                )
+            )
+            if request_id not in self._engine_ids:
+                return
+            self._outputs.add_request(request, text)
+            core.send(request)
+            while not finished:
+                output = await collector.get()
+                finished = output.finished
+                output.request_id = request_id
+                yield output
+        finally:
+            self._close(request_id, engine_id, abort=not finished)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request by the caller's id; its iterator ends with finish reason abort. Unknown ids are ignored."""
+        engine_id = self._engine_ids.get(request_id)
+        if engine_id is None:
+            return
+        self._send_abort(engine_id)
+        final = self._outputs.abort(engine_id)
+        collector = self._collectors.get(engine_id)
+        if final is not None and collector is not None:
+            collector.put(final)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        tokenizer = self._need_tokenizer()
+        return await self._in_pool(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        tokenizer = self._need_tokenizer()
+        return await self._in_pool(lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation under the model's chat template. Raises RequestError."""
+        tokenizer = self._need_tokenizer()
+        return await self._in_pool(lambda: tokenizer.render_chat(messages, **options))
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    async def _in_pool(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _running_core(self) -> CoreThread:
+        if self._core is None:
+            raise EngineDeadError("the engine has not been started")
+        if self.dead_error is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.dead_error}") from self.dead_error
+        return self._core
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: send token ids")
+        return self.tokenizer
+
+    def _open(self, request_id: str, engine_id: str, collector: RequestOutputCollector) -> None:
+        self._engine_ids[request_id] = engine_id
+        self._collectors[engine_id] = collector
+        self._idle.clear()
+
+    def _close(self, request_id: str, engine_id: str, *, abort: bool) -> None:
+        if abort and self._collectors.get(engine_id) is not None:
+            self._send_abort(engine_id)
+            self._outputs.abort(engine_id)
+        self._collectors.pop(engine_id, None)
+        self._engine_ids.pop(request_id, None)
+        if not self._collectors:
+            self._idle.set()
+
+    def _send_abort(self, engine_id: str) -> None:
+        if self._core is not None and self._core.dead_error is None:
+            self._core.send(AbortRequest(request_id=engine_id))
+
+    def _post_outputs(self, outputs: StepOutputs) -> None:
+        self._loop.call_soon_threadsafe(self._take_outputs, outputs)
+
+    def _post_death(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._fail_all, error)
+
+    def _take_outputs(self, outputs: StepOutputs) -> None:
+        processed = self._outputs.process(outputs)
+        for abort in processed.aborts:
+            if self._core is not None and self._core.dead_error is None:
+                self._core.send(abort)
+        for output in processed.request_outputs:
+            collector = self._collectors.get(output.request_id)
+            if collector is not None:
+                collector.put(output)
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._death = error
+        for collector in self._collectors.values():
+            collector.fail(EngineDeadError(f"the engine has stopped: {error}"))

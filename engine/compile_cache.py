@@ -1,0 +1,80 @@
+"""The persistent compile cache, and a count of compiles."""
+
+import hashlib
+import logging
+import platform
+from pathlib import Path
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """Counts backend compiles of this process, cached or not, since ``start``.
+
+    After ready there must be none: a compile in mid-traffic stalls every stream for seconds.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._baseline = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def mark_ready(self) -> None:
+        """Compiles from here on are counted by ``after_ready``."""
+        self._baseline = self.total
+
+    @property
+    def after_ready(self) -> int:
+        return self.total - self._baseline
+
+    def _on_event(self, event: str, duration_s: float, **details: object) -> None:
+        if event == _COMPILE_EVENT:
+            self.total += 1
+
+
+COMPILES = CompileCounter()
+"""JAX's listeners cannot be taken off again, so one counter serves the process."""
+
+
+def machine_key() -> str:
+    """Names what makes a compiled program unusable elsewhere: CPU features, JAX version, device kind."""
+    device = jax.devices()[0]
+    parts = [jax.__version__, device.platform, device.device_kind, platform.machine()]
+    if device.platform == "cpu":
+        parts.append(_cpu_features())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def enable_compile_cache(folder: str | None) -> Path | None:
+    """Turns on JAX's persistent cache in a sub-folder of ``folder`` for this kind of machine; None on failure.
+
+    A folder that cannot be written is a warning, not an error: the server still starts.
+    """
+    root = Path(folder) if folder else Path.home() / ".cache" / "octavo" / "compiled"
+    path = root / machine_key()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("compiled programs are not kept: %s cannot be written (%s)", path, error)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path
+
+
+def _cpu_features() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.split(":", 1)[1].split()))
+    except OSError:
+        pass
+    return platform.processor()

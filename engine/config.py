@@ -1,0 +1,237 @@
+"""The engine's configuration: frozen parts, checked once; derived values come by ``resolve``, nothing changes after."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .args import EngineArgs
+from .errors import ConfigError
+from .sampling_params import MAX_LOGPROBS
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+}
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which weights, from where, in what precision."""
+
+    model: str | None
+    tokenizer: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV pool. ``num_blocks`` counts the null block too; None until the device is known."""
+
+    block_size: int
+    enable_prefix_caching: bool
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step and of a sequence. None until resolved."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    model_len_given: bool = False
+    """The context length was asked for, not taken from the model."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine was told or worked out. ``from_args`` then ``resolve``."""
+
+    model: ModelOptions
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    compile_cache_dir: str | None = None
+    attention_backend: str = "auto"
+    max_logprobs: int = MAX_LOGPROBS
+    seed: int = 0
+    served_model_names: tuple[str, ...] = ()
+    model_path: str = ""
+    """Where the weights were found."""
+    vocab_size: int = 0
+    """Ids below this can be asked for and sampled."""
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def from_args(cls, args: EngineArgs) -> "EngineConfig":
+        """Checks the options. Raises ConfigError naming the one that cannot be served."""
+        _check_choices(args)
+        _check_ranges(args)
+        _check_unbuilt(args)
+        return cls(
+            model=ModelOptions(
+                model=args.model,
+                tokenizer=args.tokenizer,
+                revision=args.revision,
+                download_dir=args.download_dir,
+                load_format=args.load_format,
+                dtype=DTYPES[args.dtype],
+                trust_remote_code=args.trust_remote_code,
+                hf_overrides=dict(args.hf_overrides or {}),
+            ),
+            cache=CacheConfig(
+                block_size=args.block_size,
+                enable_prefix_caching=args.enable_prefix_caching,
+                num_blocks=args.num_gpu_blocks_override,
+                memory_bytes=args.kv_cache_memory_bytes,
+                gpu_memory_utilization=args.gpu_memory_utilization,
+            ),
+            scheduler=SchedulerConfig(
+                args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len, args.max_model_len is not None
+            ),
+            tensor_parallel_size=args.tensor_parallel_size,
+            enforce_eager=args.enforce_eager,
+            compile_cache_dir=args.compile_cache_dir,
+            attention_backend=args.attention_backend,
+            max_logprobs=args.max_logprobs,
+            seed=args.seed,
+            served_model_names=args.served_model_name or ((args.model,) if args.model else ()),
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        assert self.cache.num_blocks is not None, "the configuration is not resolved yet"
+        return self.cache.num_blocks
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.scheduler.max_model_len is not None, "the configuration is not resolved yet"
+        return self.scheduler.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        assert self.scheduler.max_num_seqs is not None, "the configuration is not resolved yet"
+        return self.scheduler.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        assert self.scheduler.max_num_batched_tokens is not None, "the configuration is not resolved yet"
+        return self.scheduler.max_num_batched_tokens
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        """Width of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+    def resolve(
+        self, *, platform: str, context_len: int, model_path: str, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> "EngineConfig":
+        """With the limits that follow from the model and the platform ("cpu", "gpu"). The pool's size comes later."""
+        on_cpu = platform == "cpu"
+        max_model_len = self.scheduler.max_model_len or context_len
+        if max_model_len > context_len:
+            raise ConfigError(f"max_model_len {max_model_len} is more than the model's context of {context_len} tokens")
+        max_num_seqs = self.scheduler.max_num_seqs or (64 if on_cpu else 256)
+        budget = self.scheduler.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
+        if budget < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {budget} must be at least max_num_seqs {max_num_seqs}: every row gets a token"
+            )
+        return replace(
+            self,
+            scheduler=SchedulerConfig(max_num_seqs, budget, max_model_len, self.scheduler.model_len_given),
+            model_path=model_path,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            served_model_names=self.served_model_names or (model_path,),
+        )
+
+    def with_pool(self, num_blocks: int) -> "EngineConfig":
+        """With a pool of ``num_blocks`` blocks, the null block included.
+
+        A context length that was not asked for shrinks to what fits; one that was asked for and
+        does not fit is refused.
+        """
+        if num_blocks < 2:
+            raise ConfigError(f"the KV cache has room for {num_blocks} blocks, at least 2 are needed")
+        usable_tokens = (num_blocks - 1) * self.block_size
+        max_model_len = self.max_model_len
+        if max_model_len > usable_tokens:
+            if self.scheduler.model_len_given:
+                raise ConfigError(
+                    f"max_model_len {max_model_len} does not fit the KV cache of {usable_tokens} tokens "
+                    f"({num_blocks - 1} blocks of {self.block_size}); lower it or enlarge the cache "
+                    f"(kv_cache_memory_bytes, gpu_memory_utilization, num_gpu_blocks_override)"
+                )
+            logger.warning(
+                "the context is limited to the %d tokens that fit the KV cache; the model allows %d",
+                usable_tokens,
+                max_model_len,
+            )
+            max_model_len = usable_tokens
+        return replace(
+            self,
+            cache=replace(self.cache, num_blocks=num_blocks),
+            scheduler=replace(self.scheduler, max_model_len=max_model_len),
+        )
+
+
+def _check_choices(args: EngineArgs) -> None:
+    if args.dtype not in DTYPES:
+        raise ConfigError(f"dtype {args.dtype!r} is unknown; known: {', '.join(DTYPES)}")
+    if args.load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format {args.load_format!r} is not supported; known: {', '.join(LOAD_FORMATS)}")
+    if args.attention_backend not in ("auto", "xla", "mosaic"):
+        raise ConfigError(f"attention_backend {args.attention_backend!r} is unknown; known: auto, xla, mosaic")
+
+
+def _check_ranges(args: EngineArgs) -> None:
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if args.num_gpu_blocks_override is not None and args.num_gpu_blocks_override < 2:
+        raise ConfigError(f"num_gpu_blocks_override must be at least 2, got {args.num_gpu_blocks_override}")
+    if not 1 <= args.block_size <= 256 or args.block_size & (args.block_size - 1):
+        raise ConfigError(f"block_size must be a power of two from 1 to 256, got {args.block_size}")
+    if not 0.0 < args.gpu_memory_utilization <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}")
+    if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
+        raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, got {args.max_logprobs}")
+    if args.swap_space < 0:
+        raise ConfigError(f"swap_space must not be negative, got {args.swap_space}")
+
+
+def _check_unbuilt(args: EngineArgs) -> None:
+    """Options whose feature does not exist yet refuse, unless at their neutral value."""
+    if args.swap_space != 0:
+        raise ConfigError("swap_space: swapping KV blocks to host memory is not available yet; only 0 is accepted")
+    if args.tensor_parallel_size != 1:
+        raise ConfigError("tensor_parallel_size: tensor parallelism is not available yet; only 1 is accepted")
+    if args.quantization is not None:
+        raise ConfigError("quantization: quantised weights are not available yet, except GGUF files (dequantised)")
+    if args.attention_backend == "mosaic":
+        raise ConfigError("attention_backend: the mosaic kernels are not available yet; use auto or xla")
+    if args.trust_remote_code:
+        raise ConfigError("trust_remote_code: Octavo never runs code from a checkpoint; leave it off")

@@ -1,0 +1,74 @@
+"""The engine's loop: schedule, dispatch, resolve, update. No text and no tokenizer in here."""
+
+import logging
+
+from .compile_cache import COMPILES
+from .errors import RequestError
+from .messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason, StepOutputs, StepStats
+from .model_runner import ModelRunner
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Messages in, one ``StepOutputs`` a step out."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._pending: list[ChoiceOutput] = []
+        """Outputs that arose between steps."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._pending)
+
+    def handle(self, message: EngineRequest | AbortRequest) -> None:
+        """Takes a message in. A request that is refused here comes back as an output with its error."""
+        if isinstance(message, AbortRequest):
+            self._pending += self.scheduler.abort(message)
+            return
+        try:
+            self.scheduler.add_request(message)
+        except RequestError as error:
+            refusal = ChoiceOutput(
+                request_id=message.request_id,
+                index=0,
+                token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+            )
+            self._pending.append(refusal)
+
+    def step(self) -> StepOutputs:
+        """One turn of the loop; without work it only hands out what is pending."""
+        outputs, self._pending = self._pending, []
+        num_tokens = 0
+        if self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            handle = self.runner.dispatch(plan)
+            sampled = self.runner.resolve(handle)
+            outputs += self.scheduler.update(plan, sampled)
+            num_tokens = plan.num_tokens
+        return StepOutputs(outputs=outputs, stats=self.stats(num_tokens))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False while requests hold blocks."""
+        return self.scheduler.kv.pool.reset_cache()
+
+    def stats(self, num_scheduled_tokens: int = 0) -> StepStats:
+        scheduler = self.scheduler
+        return StepStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.kv.pool.usage,
+            num_scheduled_tokens=num_scheduled_tokens,
+            prompt_tokens_total=scheduler.prompt_tokens_total,
+            prompt_tokens_computed_total=scheduler.prompt_tokens_computed_total,
+            generation_tokens_total=scheduler.generation_tokens_total,
+            prefix_cache_queries_total=scheduler.kv.queries_total,
+            prefix_cache_hits_total=scheduler.kv.hits_total,
+            num_preemptions_total=scheduler.num_preemptions_total,
+            compiles_after_ready_total=COMPILES.after_ready,
+        )

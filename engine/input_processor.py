@@ -1,0 +1,131 @@
+"""From a user's prompt and sampling options to an EngineRequest: tokenised, checked, complete (rule R1)."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from .admission import check_fits
+from .config import EngineConfig
+from .errors import RequestError
+from .messages import EngineRequest
+from .sampling_params import SamplingParams, is_int
+from .tokenizer import Tokenizer
+
+MAX_SALT_CHARS = 1024
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+"""A text, a list of token ids, or either as a dict under ``prompt`` or ``prompt_token_ids``."""
+
+
+class InputProcessor:
+    """Makes EngineRequests. Without a tokenizer only token ids are taken and no text is made."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._eos_ids = config.eos_token_ids
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self._eos_ids |= {tokenizer.eos_token_id}
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> tuple[EngineRequest, str | None]:
+        """The request and the prompt's text, where it was given as text. Raises RequestError naming the field."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        text, token_ids = self._tokens(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
+        params = self._complete(params, len(token_ids))
+        if priority:
+            raise RequestError("priority needs the priority scheduling policy, which is not available yet", "priority")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_CHARS):
+            raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_CHARS} characters", "cache_salt")
+        eos = frozenset() if params.ignore_eos else self._eos_ids
+        stops = frozenset(params.stop_token_ids or ())
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            arrival_time_s=time.monotonic(),
+            stop_token_ids=eos | stops,
+            eos_token_ids=eos - stops,
+            cache_salt=cache_salt,
+        )
+        return request, text
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            known = {"prompt", "prompt_token_ids"}
+            if unknown := set(prompt) - known:
+                raise RequestError(f"a prompt has no field {sorted(unknown)[0]!r}; known: {sorted(known)}", "prompt")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is None and text is None:
+                raise RequestError("a prompt needs the field prompt or prompt_token_ids", "prompt")
+            return text, self._tokens(ids if ids is not None else text)[1]
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer; this engine has none: pass token ids", "prompt")
+            return prompt, self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise RequestError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}", "prompt")
+        vocab_size = self._config.vocab_size
+        for token_id in prompt:
+            if not is_int(token_id) or not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"prompt: {token_id!r} is not a token id of this model's vocabulary of {vocab_size} tokens",
+                    "prompt",
+                )
+        return None, list(prompt)
+
+    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        config = self._config
+        params.check_vocabulary(config.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > config.max_logprobs:
+                raise RequestError(f"{name} must be at most {config.max_logprobs}, got {value}", name)
+        check_fits(
+            num_prompt_tokens,
+            params.max_tokens,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            num_usable_blocks=config.num_blocks - 1,
+        )
+        changes: dict[str, object] = {}
+        if params.max_tokens is None:
+            rest = config.max_model_len - num_prompt_tokens
+            if params.min_tokens > rest:
+                raise RequestError(f"min_tokens ({params.min_tokens}) exceeds the {rest} tokens left", "min_tokens")
+            changes["max_tokens"] = rest
+        if self._tokenizer is None:
+            if params.stop:
+                raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
+            changes["detokenize"] = False
+        elif params.stop:
+            extra = self._tokenizer.stop_ids_for(params.stop)
+            changes["stop_token_ids"] = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *extra)))
+        return params.clone(**changes) if changes else params
+
+
+def default_sampling_params(
+    generation_defaults: Mapping[str, Any], generation_config: str, override: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The model's sampling defaults: its generation_config.json ("auto") or none ("vllm"), under the override's."""
+    defaults = dict(generation_defaults) if generation_config == "auto" else {}
+    return {**defaults, **(override or {})}

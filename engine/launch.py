@@ -1,0 +1,224 @@
+"""Starting an engine: memory fraction, model, pool size, programs. One path for ``LLM`` and the server alike."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ..models.architectures import get_architecture
+from ..models.decoder import abstract_params
+from ..models.decoder_config import DecoderConfig
+from ..models.errors import ModelConfigError
+from ..models.kv_cache import KVCacheSpec
+from ..models.loading.errors import LoadError
+from ..models.loading.loader import load_params
+from ..models.loading.resolve import ResolvedModel, resolve_model
+from ..pallas_kernels.dispatch import select_implementation
+from .buckets import BucketTable
+from .compile_cache import COMPILES, enable_compile_cache
+from .config import GIB, EngineConfig
+from .core import EngineCore
+from .device_state import StateSpec, state_bytes
+from .errors import ConfigError
+from .kv_cache_manager import KVCacheManager
+from .model_runner import ModelRunner
+from .programs import LoadedModel, Programs
+from .scheduler import Scheduler
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = GIB
+"""Default size of the KV pool on CPU."""
+GPU_RESERVE_BYTES = GIB
+"""Kept free on a GPU for what XLA's allocator does not see: CUDA graphs, cuBLAS, NCCL."""
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """What the text half of an engine needs: no device in it."""
+
+    resolved: ResolvedModel
+    tokenizer: Tokenizer | None
+
+
+def set_memory_fraction(fraction: float) -> None:
+    """Sets the share of GPU memory that JAX takes. Must run before the first use of a device in this process."""
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.4f}"
+
+
+def open_model(config: EngineConfig, *, skip_tokenizer: bool = False, chat_template: str | None = None) -> Frontend:
+    """Finds the model's files and loads its tokenizer. Raises ConfigError."""
+    options = config.model
+    try:
+        resolved = resolve_model(
+            options.model,
+            revision=options.revision,
+            download_dir=options.download_dir,
+            load_format=options.load_format,
+            hf_overrides=options.hf_overrides,
+        )
+    except (LoadError, ModelConfigError) as error:
+        raise ConfigError(str(error)) from error
+    if skip_tokenizer:
+        return Frontend(resolved, None)
+    tokenizer = Tokenizer.load(
+        str(resolved.path),
+        options.tokenizer,
+        revision=options.revision,
+        download_dir=options.download_dir,
+        chat_template=chat_template,
+    )
+    return Frontend(resolved, tokenizer)
+
+
+def launch_core(config: EngineConfig, frontend: Frontend, *, progress: bool = True) -> tuple[EngineCore, EngineConfig]:
+    """Loads weights, sizes the pool, compiles; the running core and the configuration with all derived values.
+
+    Raises ConfigError when the model or the options cannot be served.
+    """
+    set_memory_fraction(config.cache.gpu_memory_utilization)
+    platform = jax.default_backend()
+    if platform != "cpu":
+        _warn_if_backend_was_up(config.cache.gpu_memory_utilization)
+    enable_compile_cache(config.compile_cache_dir)
+    resolved = frontend.resolved
+    decoder_config, dtype, config = _derive(config, frontend, platform)
+    mesh = Mesh(np.array(jax.devices()[: config.tensor_parallel_size]), ("tp",), axis_types=(AxisType.Auto,))
+    implementation = select_implementation(platform, config.attention_backend)
+    graphdef, _ = abstract_params(decoder_config, dtype, implementation)
+    try:
+        params = load_params(
+            resolved.path,
+            get_architecture(resolved.config.architecture),
+            decoder_config,
+            dtype=dtype,
+            mesh=mesh,
+            load_format=resolved.format,
+            progress=progress,
+        )
+    except (LoadError, ModelConfigError) as error:
+        raise ConfigError(str(error)) from error
+    model = LoadedModel(graphdef, params, mesh)
+    buckets = BucketTable(config.max_num_seqs, config.max_num_batched_tokens)
+    config = config.with_pool(_num_blocks(config, model, decoder_config, dtype, buckets, platform))
+    spec = _state_spec(config, decoder_config, dtype, config.num_blocks)
+    runner = ModelRunner(config, model, spec, buckets)
+    if not config.enforce_eager:
+        runner.programs.warm_up()
+    COMPILES.mark_ready()
+    return EngineCore(make_scheduler(config), runner), config
+
+
+def make_scheduler(config: EngineConfig) -> Scheduler:
+    """The scheduler over the pool that ``config`` describes."""
+    kv = KVCacheManager(config.num_blocks, config.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
+    return Scheduler(
+        kv,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        seed=config.seed,
+    )
+
+
+def _derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[DecoderConfig, jnp.dtype, EngineConfig]:
+    model_config = frontend.resolved.config
+    try:
+        decoder_config = get_architecture(model_config.architecture).decoder_config(model_config)
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from error
+    vocab_size = decoder_config.vocab_size
+    if frontend.tokenizer is not None:
+        vocab_size = min(vocab_size, frontend.tokenizer.vocab_size)
+    config = config.resolve(
+        platform=platform,
+        context_len=model_config.max_context_tokens,
+        model_path=str(frontend.resolved.path),
+        vocab_size=vocab_size,
+        eos_token_ids=frozenset(model_config.eos_token_ids),
+    )
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if platform == "cpu" else "bfloat16"
+    if dtype == "float16":
+        logger.warning("dtype float16 overflows in many models that were trained in bfloat16; bfloat16 is safer")
+    return decoder_config, jnp.dtype(dtype), config
+
+
+def _state_spec(config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_blocks: int) -> StateSpec:
+    return StateSpec(
+        kv=KVCacheSpec(
+            num_layers=decoder.num_layers,
+            num_blocks=num_blocks,
+            num_kv_heads=decoder.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=decoder.head_dim,
+            dtype=dtype,
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_blocks=config.max_blocks_per_request,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        hidden_size=decoder.hidden_size,
+        vocab_size=decoder.vocab_size,
+        dtype=dtype,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig,
+    model: LoadedModel,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    buckets: BucketTable,
+    platform: str,
+) -> int:
+    """Blocks of the pool, the null block included: as asked for, or what fits."""
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    small = _state_spec(config, decoder, dtype, num_blocks=2)
+    if config.cache.memory_bytes is not None:
+        available = config.cache.memory_bytes
+    elif platform == "cpu":
+        available = CPU_POOL_BYTES
+    else:
+        available = _free_device_bytes(config, model, small, buckets)
+    num_blocks = available // small.kv.bytes_per_block
+    if num_blocks < 2:
+        raise ConfigError(
+            f"{available / GIB:.2f} GiB are left for the KV cache, but two blocks of {config.block_size} tokens take "
+            f"{2 * small.kv.bytes_per_block / GIB:.2f} GiB; use fewer or smaller weights, raise "
+            f"gpu_memory_utilization or kv_cache_memory_bytes, or lower max_num_batched_tokens"
+        )
+    logger.info("KV cache: %.2f GiB, %d blocks of %d tokens", available / GIB, num_blocks, config.block_size)
+    return num_blocks
+
+
+def _free_device_bytes(config: EngineConfig, model: LoadedModel, small: StateSpec, buckets: BucketTable) -> int:
+    """What is left of JAX's share after weights, the rest of the state and the largest bucket's temporaries.
+
+    The temporaries are read from the compiled program of the largest bucket over a two-block
+    pool: they do not depend on the pool's size, which is updated in place.
+    """
+    device = model.mesh.devices.flat[0]
+    stats = device.memory_stats() or {}
+    trial = replace(config, cache=replace(config.cache, num_blocks=2))
+    temporaries = Programs(trial, model, small, buckets).temporary_bytes(max(buckets.all))
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    return free - temporaries - state_bytes(small) - GPU_RESERVE_BYTES
+
+
+def _warn_if_backend_was_up(wanted: float) -> None:
+    """JAX reads its memory fraction once; a backend that was up before keeps its own."""
+    stats = jax.devices()[0].memory_stats() or {}
+    limit, total = stats.get("bytes_limit"), stats.get("bytes_reservable_limit")
+    if limit and total and abs(limit / total - wanted) > 0.02:
+        logger.warning(
+            "JAX had started before the engine: its share of GPU memory is %.2f GiB (asked for: %.0f %%)",
+            limit / GIB,
+            wanted * 100,
+        )

@@ -1,0 +1,162 @@
+"""``LLM``: the offline Python API. The core runs in this process and thread."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from .args import EngineArgs
+from .config import EngineConfig
+from .errors import RequestError
+from .input_processor import InputProcessor, Prompt, default_sampling_params
+from .launch import launch_core, open_model
+from .messages import AbortRequest
+from .metrics import NullStatSink
+from .output_processor import OutputProcessor
+from .outputs import RequestOutput
+from .sampling_params import OutputKind, SamplingParams
+from .tokenizer import Tokenizer
+
+ChatMessages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Loads a model and generates for lists of prompts.
+
+    ``LLM(model, **options)``: the options are the fields of ``EngineArgs``. Without a model the
+    embedded SmolLM2-135M-Instruct is used. Raises ConfigError when it cannot be served.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        args = EngineArgs(model=model, **options)
+        config = EngineConfig.from_args(args)
+        frontend = open_model(config, skip_tokenizer=args.skip_tokenizer_init, chat_template=args.chat_template)
+        self._core, self.config = launch_core(config, frontend)
+        self._tokenizer = frontend.tokenizer
+        self._inputs = InputProcessor(self.config, frontend.tokenizer)
+        self._outputs = OutputProcessor(frontend.tokenizer, NullStatSink())
+        self._defaults = default_sampling_params(
+            frontend.resolved.config.sampling_defaults, args.generation_config, args.override_generation_config
+        )
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own sampling defaults (generation_config), over Octavo's."""
+        return SamplingParams(**self._defaults)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False, and nothing done, while requests hold blocks."""
+        return self._core.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes each prompt; results in the order of the prompts.
+
+        A prompt is a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids":
+        ids}``. One SamplingParams serves all prompts, a list gives each its own, None takes the
+        model's defaults. Raises RequestError, before anything runs, if any of them is invalid.
+        """
+        listed = _as_list(prompts)
+        params = self._params_for(len(listed), sampling_params)
+        requests = [
+            self._inputs.make_request(str(next(self._ids)), prompt, _final_only(one))
+            for prompt, one in zip(listed, params, strict=True)
+        ]
+        for request, text in requests:
+            self._outputs.add_request(request, text)
+            self._core.handle(request)
+        order = {request.request_id: place for place, (request, _) in enumerate(requests)}
+        results: list[RequestOutput | None] = [None] * len(requests)
+        try:
+            for output in self._run(len(requests), use_tqdm):
+                results[order[output.request_id]] = output
+        except BaseException:
+            self._abort(order)
+            raise
+        assert all(one is not None for one in results), "a request was lost"
+        return cast(list[RequestOutput], results)
+
+    def chat(
+        self,
+        messages: ChatMessages | Sequence[ChatMessages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, rendered with the model's chat template."""
+        if self._tokenizer is None:
+            raise RequestError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init", "messages")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            self._tokenizer.render_chat(
+                cast(ChatMessages, conversation),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _params_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} sampling_params for {count} prompts", "sampling_params")
+        return given
+
+    def _run(self, count: int, use_tqdm: bool) -> Iterator[RequestOutput]:
+        """Steps until all is done; yields finished requests."""
+        with tqdm(total=count, desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            num_tokens = 0
+            while self._core.has_work:
+                step = self._core.step()
+                processed = self._outputs.process(step)
+                for abort in processed.aborts:
+                    self._core.handle(abort)
+                for output in processed.request_outputs:
+                    if output.finished:
+                        num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                        elapsed = max(bar.format_dict["elapsed"], 1e-6)
+                        bar.set_postfix_str(f"{num_tokens / elapsed:.1f} output tok/s", refresh=False)
+                        bar.update()
+                        yield output
+
+    def _abort(self, request_ids: Mapping[str, int]) -> None:
+        """After an interrupt: nothing of this call may stay in the engine."""
+        for request_id in request_ids:
+            self._core.handle(AbortRequest(request_id=request_id))
+            self._outputs.abort(request_id)
+        if not self._core.scheduler.has_work:
+            self._core.step()
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    """Offline results come once, at the end."""
+    if not isinstance(params, SamplingParams) or params.output_kind is OutputKind.FINAL_ONLY:
+        return params
+    return params.clone(output_kind=OutputKind.FINAL_ONLY)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))

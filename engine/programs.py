@@ -1,0 +1,129 @@
+"""Compiled programs: one per bucket and three small ones, compiled ahead of time in a thread pool."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .buckets import Bucket, BucketTable
+from .config import EngineConfig
+from .device_state import StateSpec, abstract_state
+from .input_batch import packed_layout, row_update_layout
+from .step import BLOCK_COPIES, PROMPT_LOGPROB_ROWS, StepSpec, copy_blocks, score_prompt, step, write_row
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on the device: static graph, parameters as a plain pytree, the mesh they are sharded over."""
+
+    graphdef: Any
+    params: Any
+    mesh: Mesh
+
+
+class Programs:
+    """Compiles and keeps the engine's programs. With ``enforce_eager`` each is compiled on first use."""
+
+    def __init__(self, config: EngineConfig, model: LoadedModel, spec: StateSpec, buckets: BucketTable) -> None:
+        self._config = config
+        self._model = model
+        self._spec = spec
+        self._buckets = buckets
+        self._state = abstract_state(spec, model.mesh)
+        self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+        self._params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.params
+        )
+        self._replicated = NamedSharding(model.mesh, P())
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def mask_words(self) -> int:
+        """Width of an allow-mask row, in int32 words."""
+        return -(-self._spec.vocab_size // 32)
+
+    def step(self, bucket: Bucket) -> jax.stages.Compiled:
+        return self._get(bucket, partial(self._compile_step, bucket))
+
+    def write_row(self) -> jax.stages.Compiled:
+        return self._get("write_row", self._compile_write_row)
+
+    def copy_blocks(self) -> jax.stages.Compiled:
+        return self._get("copy_blocks", self._compile_copy_blocks)
+
+    def score_prompt(self) -> jax.stages.Compiled:
+        return self._get("score_prompt", self._compile_score_prompt)
+
+    def warm_up(self, progress: Callable[[str], None] = logger.info, num_threads: int = 4) -> None:
+        """Compiles everything, the largest first. JAX releases the GIL while XLA works."""
+        jobs: list[tuple[str, Callable[[], Any]]] = [
+            (str(bucket), partial(self.step, bucket)) for bucket in sorted(self._buckets.all, reverse=True)
+        ]
+        jobs += [("write_row", self.write_row), ("copy_blocks", self.copy_blocks), ("score_prompt", self.score_prompt)]
+        started = time.monotonic()
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+            futures = {pool.submit(job): name for name, job in jobs}
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(
+                    f"compiled {futures[future]} ({done} of {len(jobs)}, {time.monotonic() - started:.1f} s since start)"
+                )
+
+    def temporary_bytes(self, bucket: Bucket) -> int:
+        """Device memory that a bucket's program needs besides its arguments and results."""
+        analysis = self.step(bucket).memory_analysis()
+        return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+    def _get(self, key: Any, build: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = build()
+            with self._lock:
+                compiled = self._compiled.setdefault(key, compiled)
+        return compiled
+
+    def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._replicated)
+
+    def _compile_step(self, bucket: Bucket) -> jax.stages.Compiled:
+        spec = StepSpec(
+            bucket=bucket,
+            layout=packed_layout(bucket, self._config.block_size),
+            block_size=self._config.block_size,
+            num_slots=self._spec.kv.num_slots,
+            vocab_size=self._config.vocab_size,
+        )
+        program = jax.jit(
+            partial(step, self._model.graphdef, spec),
+            donate_argnums=1,
+            out_shardings=(self._state_shardings, self._replicated),
+        )
+        packed, mask = self._int32(spec.layout.size), self._int32(bucket.num_rows, self.mask_words)
+        return program.lower(self._params, self._state, packed, mask).compile()
+
+    def _compile_write_row(self) -> jax.stages.Compiled:
+        layout = row_update_layout(self._config.max_model_len, self._config.max_blocks_per_request)
+        program = jax.jit(partial(write_row, layout), donate_argnums=0, out_shardings=self._state_shardings)
+        return program.lower(self._state, self._int32(layout.size)).compile()
+
+    def _compile_copy_blocks(self) -> jax.stages.Compiled:
+        program = jax.jit(copy_blocks, donate_argnums=0, out_shardings=self._state_shardings)
+        return program.lower(self._state, self._int32(BLOCK_COPIES, 2)).compile()
+
+    def _compile_score_prompt(self) -> jax.stages.Compiled:
+        program = jax.jit(
+            partial(score_prompt, self._model.graphdef, self._config.vocab_size), out_shardings=self._replicated
+        )
+        return program.lower(self._params, self._state.hidden, self._int32(2, PROMPT_LOGPROB_ROWS)).compile()
