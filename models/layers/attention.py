@@ -28,13 +28,13 @@ class Attention(nnx.Module):
         q_size, kv_size, hidden = config.q_size, config.kv_size, config.hidden_size
         self.qkv = Linear(hidden, q_size + 2 * kv_size, bias=config.qkv_bias, dtype=dtype)
         self.o = Linear(q_size, hidden, bias=config.o_bias, dtype=dtype)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        q_norm = k_norm = None
         if config.qk_norm is not None:
             sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else (q_size, kv_size)
-            self.q_norm, self.k_norm = (
+            q_norm, k_norm = (
                 RMSNorm(size, eps=config.norm_eps, plus_one=config.norm_plus_one, dtype=dtype) for size in sizes
             )
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.attention_sinks else None
         self.config = config
         self.window = layer.window

@@ -1,0 +1,270 @@
+"""The decoder against transformers: prefill, chunked prefill and decode through the paged pool, in float32.
+
+Each case's logits were made by ``goldens/make_goldens.py``; weights are drawn again here from the same seed.
+Every case has mutations, one changed number or tensor each, that must be told apart.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.models.architectures import get_architecture
+from octavo.models.attention_metadata import AttentionMetadata
+from octavo.models.config import ModelConfig
+from octavo.models.decoder import abstract_params, merge
+from octavo.models.decoder_config import DecoderConfig, LayerSpec
+from octavo.models.kv_cache import KVCacheSpec
+
+GOLDENS = Path(__file__).resolve().parent / "goldens"
+_spec = importlib.util.spec_from_file_location("octavo_make_goldens", GOLDENS / "make_goldens.py")
+assert _spec is not None
+assert _spec.loader is not None
+goldens = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(goldens)
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, ROWS, TOKENS = 4, 24, 12, 3, 64
+TOLERANCE, TOLD_APART = 1e-4, 1e-2
+ROW_A, ROW_B = 0, 2  # row 1 is padding in every step
+LENGTH_B = 23
+Params = dict[str, Any]
+
+
+def decoder_config(case: str) -> DecoderConfig:
+    config = ModelConfig.from_dict(goldens.CASES[case])
+    return get_architecture(config.architecture).decoder_config(config)
+
+
+def draw_params(case: str, config: DecoderConfig) -> Params:
+    """The case's weights, put where the architecture's mappings say."""
+    _, tree = abstract_params(config, jnp.float32)
+    architecture = get_architecture(goldens.CASES[case]["architectures"][0])
+    drawn = {}
+    for mapping in architecture.weight_mappings(config):
+        pairs = zip(mapping.sources, mapping.shapes, strict=True)
+        drawn[mapping.target] = np.concatenate([goldens.draw(case, name, shape) for name, shape in pairs])
+
+    def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        value = drawn.pop(jax.tree_util.keystr(path, simple=True, separator="."))
+        assert value.shape == leaf.shape
+        return value
+
+    params = jax.tree.map_with_path(fill, tree)
+    assert not drawn
+    return params
+
+
+@cache
+def compiled_step(config: DecoderConfig) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
+    graphdef, _ = abstract_params(config, jnp.float32)
+
+    @jax.jit
+    def step(params: Params, kv: list[jax.Array], ids: jax.Array, metadata: AttentionMetadata):
+        decoder = merge(graphdef, params)
+        hidden, kv = decoder(ids, kv, metadata)
+        return decoder.compute_logits(hidden), kv
+
+    return step
+
+
+@dataclass
+class Runner:
+    """Two sequences in permuted blocks of one pool; every step has the same two shapes."""
+
+    config: DecoderConfig
+    params: Params
+
+    def __post_init__(self) -> None:
+        shape = KVCacheSpec(
+            self.config.num_layers, NUM_BLOCKS, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_dim, jnp.float32
+        ).layer_shape
+        self.kv = [jnp.full(shape, jnp.nan)] * self.config.num_layers
+        blocks = np.random.default_rng(7).permutation(np.arange(1, NUM_BLOCKS))
+        self.tables = np.zeros((ROWS, MAX_BLOCKS), np.int32)
+        self.tables[ROW_A, :10], self.tables[ROW_B, :10] = blocks[:10], blocks[10:20]
+        self.lengths = np.zeros(ROWS, np.int32)
+
+    def run(self, pieces: dict[int, np.ndarray], *, decode_only: bool = False) -> dict[int, np.ndarray]:
+        """Feeds each row its next ids; returns each row's logits [len(ids), V]."""
+        total = ROWS if decode_only else TOKENS
+        ids, positions = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        slots = np.full(total, NUM_BLOCKS * BLOCK_SIZE, np.int32)
+        starts, places, offset = np.zeros(ROWS + 1, np.int32), {}, 0
+        for row in range(ROWS):
+            new = pieces.get(row, np.zeros(0, np.int32))
+            where = np.arange(len(new)) + (row if decode_only else offset)
+            place = np.arange(len(new), dtype=np.int32) + self.lengths[row]
+            ids[where], positions[where] = new, place
+            slots[where] = self.tables[row, place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+            self.lengths[row] += len(new)
+            offset += len(new)
+            starts[row + 1], places[row] = offset, where
+        metadata = AttentionMetadata(positions, slots, self.tables, starts, self.lengths.copy(), decode_only)
+        logits, self.kv = compiled_step(self.config)(self.params, self.kv, ids, metadata)
+        return {row: np.asarray(logits)[places[row]] for row in pieces}
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The worst row's L2 error over its L2 norm. A row that is not finite counts as infinite."""
+    errors = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    return float(np.max(np.where(np.isfinite(errors), errors, np.inf)))
+
+
+@cache
+def expected_logits(case: str) -> np.ndarray:
+    with np.load(GOLDENS / f"{case}.npz") as stored:
+        return stored["logits"]
+
+
+@pytest.mark.parametrize("case", goldens.CASES)
+def test_prefill_and_decode(case: str) -> None:
+    config = decoder_config(case)
+    params, prompt, expected = draw_params(case, config), goldens.draw_prompt(case), expected_logits(case)
+    runner = Runner(config, params)
+
+    whole = runner.run({ROW_A: prompt, ROW_B: prompt[:LENGTH_B]})
+    assert relative_error(whole[ROW_A], expected) < TOLERANCE
+    assert relative_error(whole[ROW_B], expected[:LENGTH_B]) < TOLERANCE
+
+    runner.lengths[:] = 0
+    runner.kv = [jnp.full_like(kv, jnp.nan) for kv in runner.kv]
+    for end_a, end_b in ((11, 6), (12, 15), (27, 15)):
+        piece = {ROW_A: prompt[runner.lengths[ROW_A] : end_a], ROW_B: prompt[runner.lengths[ROW_B] : end_b]}
+        found = runner.run(piece)
+        assert relative_error(found[ROW_A], expected[end_a - len(piece[ROW_A]) : end_a]) < TOLERANCE
+    for step in range(13):
+        at_a, at_b = 27 + step, 15 + step
+        found = runner.run({ROW_A: prompt[at_a : at_a + 1], ROW_B: prompt[at_b : at_b + 1]}, decode_only=True)
+        assert relative_error(found[ROW_A], expected[at_a : at_a + 1]) < TOLERANCE
+        assert relative_error(found[ROW_B], expected[at_b : at_b + 1]) < TOLERANCE
+
+
+# Mutations: each returns a config and parameters that are wrong in one place.
+
+
+def _ropes(config: DecoderConfig, **changes: Any) -> DecoderConfig:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        assert layer.rope is not None
+        return dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, **changes))
+
+    return dataclasses.replace(config, layers=tuple(changed(layer) for layer in config.layers))
+
+
+def _theta(config: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
+    assert config.layers[0].rope is not None
+    return _ropes(config, theta=config.layers[0].rope.theta * 1.5), params
+
+
+def _rope(config: DecoderConfig, params: Params, **changes: Any) -> tuple[DecoderConfig, Params]:
+    return _ropes(config, **changes), params
+
+
+def _windows(config: DecoderConfig, params: Params, by: int | None) -> tuple[DecoderConfig, Params]:
+    """Every window off, or longer by ``by``."""
+    layers = tuple(
+        layer if layer.window is None else dataclasses.replace(layer, window=None if by is None else layer.window + by)
+        for layer in config.layers
+    )
+    return dataclasses.replace(config, layers=layers), params
+
+
+def _switch(config: DecoderConfig, params: Params, **changes: Any) -> tuple[DecoderConfig, Params]:
+    return dataclasses.replace(config, **changes), params
+
+
+def _edit(
+    config: DecoderConfig, params: Params, path: str, edit: Callable[[np.ndarray], np.ndarray]
+) -> tuple[DecoderConfig, Params]:
+    """Changes one tensor of layer 1."""
+    *parents, last = path.split(".")
+    layers = list(params["layers"])
+    layers[1] = node = dict(layers[1])
+    for name in parents:
+        node[name] = dict(node[name])
+        node = node[name]
+    node[last] = edit(node[last])
+    return config, {**params, "layers": layers}
+
+
+def _swap_halves(weight: np.ndarray) -> np.ndarray:
+    return np.concatenate(np.split(weight, 2)[::-1])
+
+
+_swap_gate_up = partial(_edit, path="mlp.gate_up.weight", edit=_swap_halves)
+_no_bias = partial(_edit, path="attention.qkv.bias", edit=np.zeros_like)
+MUTATIONS: dict[str, dict[str, Callable[[DecoderConfig, Params], tuple[DecoderConfig, Params]]]] = {
+    "llama": {
+        "theta": _theta,
+        "gate_up": _swap_gate_up,
+        "one_row_of_qkv": partial(
+            _edit, path="attention.qkv.weight", edit=lambda w: np.concatenate([w[:-16], np.roll(w[-16:], 1, 0)])
+        ),
+        "norm": partial(_edit, path="attention_norm.weight", edit=np.ones_like),
+        "norm_plus_one": partial(_switch, norm_plus_one=True),
+        "activation": partial(_switch, activation="gelu_tanh"),
+        "scale": partial(_switch, attention_scale=0.3),
+    },
+    "llama_biases": {
+        "qkv_bias": _no_bias,
+        "o_bias": partial(_edit, path="attention.o.bias", edit=np.zeros_like),
+        "gate_up_bias": partial(_edit, path="mlp.gate_up.bias", edit=np.zeros_like),
+        "down_bias": partial(_edit, path="mlp.down.bias", edit=np.zeros_like),
+    },
+    "llama_rope_llama3": {
+        "kind": partial(_rope, kind="default"),
+        "low_freq_factor": partial(_rope, low_freq_factor=2.0),
+        "original": partial(_rope, original_max_position=64),
+    },
+    "llama_rope_linear": {"kind": partial(_rope, kind="default")},
+    "llama_rope_yarn": {
+        "kind": partial(_rope, kind="default"),
+        "attention_factor": partial(_rope, attention_factor=1.0),
+        "beta_fast": partial(_rope, beta_fast=1.0),
+    },
+    "llama_rope_yarn_mscale": {
+        "truncate": partial(_rope, truncate=True),
+        "mscale": partial(_rope, attention_factor=1.0),
+    },
+    "llama_rope_dynamic": {"kind": partial(_rope, kind="default")},
+    "mistral_window": {"off": partial(_windows, by=None), "one_longer": partial(_windows, by=1)},
+    "mistral_full": {"gate_up": _swap_gate_up},
+    "qwen2": {"qkv_bias": _no_bias},
+    "qwen2_window": {"off": partial(_windows, by=None), "one_longer": partial(_windows, by=1)},
+    "qwen3": {
+        "q_norm": partial(_edit, path="attention.q_norm.weight", edit=np.ones_like),
+        "k_norm": partial(_edit, path="attention.k_norm.weight", edit=np.ones_like),
+    },
+    "qwen3_window": {"off": partial(_windows, by=None), "qkv_bias": _no_bias},
+}
+
+
+def test_every_case_has_mutations() -> None:
+    assert MUTATIONS.keys() == goldens.CASES.keys()
+
+
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case in MUTATIONS for name in MUTATIONS[case]])
+def test_mutation_is_told_apart(case: str, name: str) -> None:
+    config = decoder_config(case)
+    prompt = goldens.draw_prompt(case)
+    wrong = Runner(*MUTATIONS[case][name](config, draw_params(case, config)))
+    found = wrong.run({ROW_A: prompt, ROW_B: prompt[:LENGTH_B]})
+    assert relative_error(found[ROW_A], expected_logits(case)) > TOLD_APART
+
+
+def test_a_wrong_block_table_is_told_apart() -> None:
+    case = "llama"
+    config = decoder_config(case)
+    runner = Runner(config, draw_params(case, config))
+    prompt = goldens.draw_prompt(case)
+    runner.run({ROW_A: prompt[:39], ROW_B: prompt[:LENGTH_B]})
+    runner.tables[ROW_A, 0] = runner.tables[ROW_B, 1]
+    found = runner.run({ROW_A: prompt[39:], ROW_B: prompt[:1]}, decode_only=True)
+    assert relative_error(found[ROW_A], expected_logits(case)[39:]) > TOLD_APART
