@@ -140,10 +140,19 @@ class ModelConfig:
     def max_context_tokens(self) -> int:
         """The longest sequence the checkpoint is made for, stretching by rope included."""
         rope = self.ropes.get(EVERY_LAYER)
-        if rope is None or rope.kind in ("default", "llama3"):
+        stretched = get_architecture(self.architecture).context_includes_rope
+        if stretched or rope is None or rope.kind in ("default", "llama3"):
             return self.max_position_embeddings
         base = rope.original_max_position if rope.kind == "yarn" else self.max_position_embeddings
         return max(self.max_position_embeddings, int(base * rope.factor))
+
+    def number(self, key: str, default: float) -> float:
+        """A positive number that only some architectures have."""
+        return _positive(self.raw, key, default)
+
+    def optional_number(self, key: str) -> float | None:
+        """A positive number, or None when it is absent."""
+        return None if key not in self.raw else _positive(self.raw, key, 0.0)
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """The rope of one layer."""

@@ -47,6 +47,8 @@ class Architecture:
     ignorable: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Regular expressions (full match) of checkpoint tensors that no parameter is made of."""
     ignorable_when_tied: tuple[str, ...] = (r"lm_head\.weight",)
+    context_includes_rope: bool = False
+    """max_position_embeddings is the context after stretching by rope (Gemma 3)."""
     permutes_gguf_heads: bool = False
     """llama.cpp reorders the rows of q and k for this family."""
 

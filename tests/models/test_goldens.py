@@ -152,7 +152,8 @@ def test_prefill_and_decode(case: str) -> None:
 
 def _ropes(config: DecoderConfig, **changes: Any) -> DecoderConfig:
     def changed(layer: LayerSpec) -> LayerSpec:
-        assert layer.rope is not None
+        if layer.rope is None:
+            return layer
         return dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, **changes))
 
     return dataclasses.replace(config, layers=tuple(changed(layer) for layer in config.layers))
@@ -165,6 +166,12 @@ def _theta(config: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params
 
 def _rope(config: DecoderConfig, params: Params, **changes: Any) -> tuple[DecoderConfig, Params]:
     return _ropes(config, **changes), params
+
+
+def _first_rope(config: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
+    """The first layer's rope in all of them."""
+    layers = tuple(dataclasses.replace(layer, rope=config.layers[0].rope) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers), params
 
 
 def _windows(config: DecoderConfig, params: Params, by: int | None) -> tuple[DecoderConfig, Params]:
@@ -243,6 +250,29 @@ MUTATIONS: dict[str, dict[str, Callable[[DecoderConfig, Params], tuple[DecoderCo
         "k_norm": partial(_edit, path="attention.k_norm.weight", edit=np.ones_like),
     },
     "qwen3_window": {"off": partial(_windows, by=None), "qkv_bias": _no_bias},
+    "gemma2": {
+        "attention_softcap": partial(_switch, attention_softcap=None),
+        "final_softcap": partial(_switch, final_softcap=None),
+        "norm_plus_one": partial(_switch, norm_plus_one=False),
+        "embedding_multiplier": partial(_switch, embedding_multiplier=1.0),
+        "scale": partial(_switch, attention_scale=None),
+        "activation": partial(_switch, activation="relu"),
+        "post_norm": partial(_edit, path="mlp_post_norm.weight", edit=np.zeros_like),
+    },
+    "gemma3": {"one_rope": _first_rope, "kind": partial(_rope, kind="default"), "off": partial(_windows, by=None)},
+    "gemma3_nested_rope": {"one_rope": _first_rope, "final_softcap": partial(_switch, final_softcap=None)},
+    "olmo2": {
+        "q_norm": partial(_edit, path="attention.q_norm.weight", edit=np.ones_like),
+        "post_norm": partial(_edit, path="attention_post_norm.weight", edit=np.ones_like),
+    },
+    "granite": {
+        "embedding": partial(_switch, embedding_multiplier=1.0),
+        "residual": partial(_switch, residual_multiplier=1.0),
+        "logits": partial(_switch, logits_multiplier=1.0),
+        "scale": partial(_switch, attention_scale=None),
+    },
+    "phi3": {"rotary_dim": partial(_rope, rotary_dim=16), "off": partial(_windows, by=None)},
+    "smollm3": {"rope_everywhere": _first_rope},
 }
 
 

@@ -19,11 +19,13 @@ PROMPT_TOKENS = 40
 
 
 def draw(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The tensor ``name`` of a case, f32: norms about 1, biases and matrices about 0."""
+    """The tensor ``name`` of a case, f32: norms multiply by about 1, biases and matrices are about 0."""
     rng = np.random.default_rng(zlib.crc32(f"{case}/{name}".encode()))
     values = rng.standard_normal(shape)
-    is_norm = "norm" in name
-    return (values * 0.2 + 1.0 if is_norm else values * 0.15).astype(np.float32)
+    if "norm" not in name:
+        return (values * 0.15).astype(np.float32)
+    centre = 0.0 if case.startswith("gemma") else 1.0  # Gemma adds the 1 itself
+    return (values * 0.2 + centre).astype(np.float32)
 
 
 def draw_prompt(case: str) -> np.ndarray:

@@ -1,0 +1,23 @@
+"""OLMo 2: norms only after each sublayer, and one over all heads of q and of k."""
+
+from ..config import ModelConfig
+from ..decoder_config import DecoderConfig
+from .base import LLAMA_NAMES, Architecture, llama_like
+
+
+def _build(config: ModelConfig) -> DecoderConfig:
+    bias = config.attention_bias
+    windows = (None,) * config.num_layers
+    return llama_like(config, windows, norm_placement="post", qk_norm="full", qkv_bias=bias, o_bias=bias)
+
+
+ARCHITECTURE = Architecture(
+    name="Olmo2ForCausalLM",
+    build=_build,
+    names={
+        **LLAMA_NAMES,
+        "attention_post_norm": ("post_attention_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    },
+    defaults={"rms_norm_eps": 1e-5},
+)
