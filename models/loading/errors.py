@@ -21,9 +21,8 @@ class LoadError(ValueError):
         found: object = None,
     ) -> None:
         self.file, self.tensor, self.expected, self.found = file, tensor, expected, found
-        text = message
-        if expected is not None or found is not None:
-            text += f": expected {expected}, found {found}"
+        sides = [f"{side} {value}" for side, value in (("expected", expected), ("found", found)) if value is not None]
+        text = f"{message}: {', '.join(sides)}" if sides else message
         if tensor is not None:
             text = f"tensor {tensor!r}: {text}"
         if file is not None:

@@ -23,8 +23,8 @@ from .resolve import ResolvedModel, WeightFormat, resolve_model
 from .safetensors_source import SafetensorsSource
 from .source import WeightSource
 
-_CHUNK_ELEMENTS = 1 << 20
-"""What one thread converts at a time: keeps the temporaries of dequantising small, and every core busy."""
+_CHUNK_ELEMENTS = 1 << 17
+"""What one thread converts at a time: the temporaries of dequantising stay in cache, and every core is busy."""
 _MAX_THREADS = 8
 
 Target = tuple[jax.ShapeDtypeStruct, NamedSharding]
@@ -129,14 +129,21 @@ def _read(
     )
     with bar, ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         for mapping in ordered:
-            leaf, sharding = targets[mapping.target]
-            buffer = _assemble(source, mapping, np.dtype(leaf.dtype), pool)
-            # Waiting frees the host's copy before the next one is made.
-            arrays[mapping.target] = jax.make_array_from_callback(
-                leaf.shape, sharding, buffer.__getitem__
-            ).block_until_ready()
+            arrays[mapping.target] = _read_one(source, mapping, *targets[mapping.target], pool)
             bar.update(num_bytes[mapping.target])
     return arrays
+
+
+def _read_one(
+    source: WeightSource,
+    mapping: WeightMapping,
+    leaf: jax.ShapeDtypeStruct,
+    sharding: NamedSharding,
+    pool: ThreadPoolExecutor,
+) -> jax.Array:
+    """One parameter on its devices. Waits, so that the host's copy is gone before the next one is made."""
+    buffer = _assemble(source, mapping, np.dtype(leaf.dtype), pool)
+    return jax.make_array_from_callback(leaf.shape, sharding, buffer.__getitem__).block_until_ready()
 
 
 def _assemble(source: WeightSource, mapping: WeightMapping, dtype: np.dtype, pool: ThreadPoolExecutor) -> np.ndarray:
