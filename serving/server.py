@@ -1,0 +1,180 @@
+"""The server's life: the port opens, the engine starts behind it, requests are served, and one way to stop."""
+
+import asyncio
+import logging
+import signal
+import ssl
+
+from aiohttp import web
+
+from ..engine.args import EngineArgs
+from ..engine.errors import ConfigError
+from .app import make_app
+from .engine_client import EngineClient, EngineFactory
+from .logging import RequestLog, log_stats_forever
+from .metrics import ServerMetrics
+from .state import ServerOptions, ServerState
+
+logger = logging.getLogger(__name__)
+
+DEATH_POLL_S = 0.1
+"""How often the engine's death is looked for."""
+ABORT_WAIT_S = 2.0
+"""How long aborted requests may take to tell their clients."""
+
+
+class Server:
+    """One server. ``run`` returns the exit code: 0 after a graceful stop, 1 after any failure or a forced stop."""
+
+    def __init__(self, args: EngineArgs, options: ServerOptions, make_engine: EngineFactory) -> None:
+        self.options = options
+        self.metrics = ServerMetrics()
+        self.state = ServerState(options, self.metrics)
+        self._args = args
+        self._make_engine = make_engine
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+
+    async def run(self) -> int:
+        """Opens the port, starts the engine and serves until stopped."""
+        try:
+            await self.open_port()
+        except OSError as error:
+            logger.error("cannot listen: %s", error)
+            return 1
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        reporter = asyncio.create_task(log_stats_forever(self.state.stats, self.options.stats_interval_s))
+        if self.options.disable_log_stats:
+            reporter.cancel()
+        try:
+            return await self._serve()
+        finally:
+            reporter.cancel()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            await self.close()
+
+    def request_stop(self) -> None:
+        """The first call drains, the second one forces."""
+        if self._stop.is_set():
+            logger.warning("stopping at once")
+            self._force.set()
+            return
+        logger.info(
+            "stopping: %d requests in flight may go on for %g s; once more stops at once",
+            self.state.num_in_flight,
+            self.options.shutdown_timeout_s,
+        )
+        self.state.draining = True
+        self._stop.set()
+
+    async def open_port(self) -> None:
+        """Listens. Raises OSError. ``port`` 0 takes any free one; ``bound_port`` tells which."""
+        access_log = None if self.options.disable_access_log else logger
+        # handler_cancellation: a client that leaves cancels its handler, which aborts its request (rule R23).
+        self._runner = web.AppRunner(
+            make_app(self.state),
+            handler_cancellation=True,
+            shutdown_timeout=ABORT_WAIT_S,
+            access_log=access_log,
+            access_log_format='%a "%r" %s %Tf s',
+        )
+        await self._runner.setup()
+        options = self.options
+        if options.uds is not None:
+            await web.UnixSite(self._runner, options.uds).start()
+            logger.info("listening on %s", options.uds)
+        else:
+            context = _ssl_context(options)
+            await web.TCPSite(self._runner, options.host, options.port, ssl_context=context).start()
+            logger.info("listening on port %d; /health is 200 once the engine is ready", self.bound_port)
+
+    @property
+    def bound_port(self) -> int:
+        assert self._runner is not None
+        return self._runner.addresses[0][1]
+
+    async def start_engine(self) -> None:
+        """Makes and starts the engine. Raises ConfigError."""
+        sink = self.metrics if self.options.disable_log_stats else RequestLog(self.metrics)
+        # Making it imports jax, which takes seconds.
+        engine = await asyncio.to_thread(self._make_engine, self._args, sink)
+        self.state.engine = engine
+        await engine.start()
+        self.metrics.bind(engine.config, engine.stats)
+        logger.info("ready: serving %s", ", ".join(engine.config.served_model_names))
+
+    async def _serve(self) -> int:
+        starting = asyncio.create_task(self.start_engine())
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                return 0
+            try:
+                await starting
+            except ConfigError as error:
+                logger.error("cannot start: %s", error)
+                return 1
+            except Exception:
+                logger.exception("cannot start")
+                return 1
+            assert self.state.engine is not None
+            return await self._watch(self.state.engine, stopping)
+        finally:
+            stopping.cancel()
+            starting.cancel()
+
+    async def _watch(self, engine: EngineClient, stopping: "asyncio.Task[bool]") -> int:
+        """Until a stop is asked for or the engine dies."""
+        while not stopping.done():
+            if engine.dead_error is not None:
+                logger.error("the engine has stopped: %r", engine.dead_error)
+                await self._wait_in_flight(ABORT_WAIT_S)
+                return 1
+            await asyncio.wait({stopping}, timeout=DEATH_POLL_S)
+        drained = await self._wait_in_flight(self.options.shutdown_timeout_s)
+        if not drained:
+            logger.warning("%d requests did not end in time and are aborted", self.state.num_in_flight)
+            await asyncio.gather(*(engine.abort(request_id) for request_id in list(self.state.active_ids)))
+            await self._wait_in_flight(ABORT_WAIT_S, forced=True)
+        elif engine.dead_error is None:
+            await engine.wait_drained(ABORT_WAIT_S)
+        return 1 if self._force.is_set() or engine.dead_error is not None else 0
+
+    async def _wait_in_flight(self, timeout_s: float, forced: bool = False) -> bool:
+        """Waits until nothing is in flight; False when time is up or, unless ``forced`` already, a stop is forced."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while self.state.num_in_flight:
+            if loop.time() >= deadline_s or (self._force.is_set() and not forced):
+                return False
+            await asyncio.sleep(min(0.02, timeout_s))
+        return True
+
+    async def close(self) -> None:
+        """Closes the port and every connection, then the engine."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self.state.engine is not None:
+            await asyncio.to_thread(self.state.engine.shutdown)
+
+
+def _ssl_context(options: ServerOptions) -> ssl.SSLContext | None:
+    if options.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    return context
+
+
+def run_server(args: EngineArgs, options: ServerOptions, make_engine: EngineFactory) -> int:
+    """Serves until stopped; returns the exit code."""
+
+    async def run() -> int:
+        return await Server(args, options, make_engine).run()
+
+    return asyncio.run(run())
