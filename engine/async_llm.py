@@ -126,7 +126,7 @@ class AsyncLLM:
         if request_id in self._engine_ids:
             raise RequestError(f"request id {request_id!r} is already in use", "request_id")
         engine_id = f"{next(self._ids)}"
-        collector = RequestOutputCollector()
+        collector = RequestOutputCollector(sampling_params.output_kind)
         self._open(request_id, engine_id, collector)
         finished = False
         try:

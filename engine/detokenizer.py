@@ -105,6 +105,7 @@ class WindowDetokenizer:
         spaces_between_special_tokens: bool,
     ) -> None:
         self._decode = tokenizer.decode_unchecked
+        self._id_to_token = tokenizer.id_to_token
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._glued = {} if spaces_between_special_tokens else tokenizer.added_tokens
         self._context = [token_id for token_id in context if token_id not in self._skipped]
@@ -122,8 +123,8 @@ class WindowDetokenizer:
         if text:
             self._pending.append(token_id)
             self._restart()
-        elif self._decode([*self._context, *self._pending, token_id]) != self._shown:
-            self._pending.append(token_id)  # the beginning of a character; an id without any text is dropped
+        elif self._matters(token_id):
+            self._pending.append(token_id)
         return text
 
     def peek(self, token_id: int) -> str:
@@ -141,6 +142,13 @@ class WindowDetokenizer:
         text = self._new_part(self._decode(self._context + self._pending)) if self._pending else ""
         self._restart()
         return text
+
+    def _matters(self, token_id: int) -> bool:
+        """True for an id that gives no text yet but changes what follows: the beginning of a character, or a
+        first space, which the decoder drops. Others must not pile up in the window.
+        """
+        window = [*self._context, *self._pending, token_id]
+        return self._decode(window) != self._shown or (len(window) == 1 and self._id_to_token(token_id) is not None)
 
     def _new_part(self, window: str) -> str:
         if window.startswith(self._shown):

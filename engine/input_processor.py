@@ -33,8 +33,8 @@ class InputProcessor:
         self._config = config
         self._tokenizer = tokenizer
         self._eos_ids = config.eos_token_ids
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            self._eos_ids |= {tokenizer.eos_token_id}
+        if tokenizer is not None:
+            self._eos_ids |= tokenizer.eos_token_ids
 
     def make_request(
         self,
