@@ -52,8 +52,9 @@ def fit_context(
 ) -> SamplingParams:
     """``params`` with ``max_tokens`` settled for one prompt.
 
-    A prompt that leaves no room, or a ``max_tokens`` that was asked for and does not fit, is
-    refused with both numbers (rule R9); nothing is ever cut. ``param`` is the prompt's field. ``default_max_tokens`` only applies where it fits.
+    A prompt that leaves no room, or a ``max_tokens`` that was asked for and does not fit, is refused with both
+    numbers (rule R9); nothing is ever cut. ``default_max_tokens`` only applies where it fits; ``param`` is the
+    prompt's field.
     """
     room = limit - num_prompt_tokens
     if room < 1:
