@@ -129,7 +129,7 @@ print(octavo.__file__)
 def test_tests_run_in_an_oddly_named_clone(clone: Path, installed: Path) -> None:
     """pytest must neither import the root's ``__init__`` as a test package nor prefer the checkout to the install."""
     result = run(
-        *(sys.executable, "-m", "pytest", "tests/test_architecture.py", "-k", "rule or package_was_found"),
+        *(sys.executable, "-m", "pytest", "tests/test_architecture.py", "-k", "finds_the_fault or package_was_found"),
         cwd=clone,
         PYTHONPATH=str(installed),
     )
@@ -156,9 +156,3 @@ def test_machine_paths_are_seen(text: str) -> None:
 @pytest.mark.parametrize("text", ["http://localhost:8000/home/x", "~/.cache/octavo", "/v1/work", "shared_prefix"])
 def test_other_paths_are_not(text: str) -> None:
     assert not machine_paths(text)
-
-
-def test_readme_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
