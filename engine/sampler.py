@@ -66,7 +66,7 @@ def sample(
     inputs = without_padding(inputs, (rows >= 0) & (rows < max_rows))
     processed = lax.cond(
         jnp.any(changes_logits(inputs)),
-        lambda: process_logits(logits, inputs, row_state, rows, allow_mask),
+        lambda: process_logits(logits, inputs, row_state, rows, allow_mask, vocab_size),
         lambda: logits,
     )
     token_ids = _choose(processed, inputs, vocab_size)

@@ -294,7 +294,8 @@ def draw_from_candidates(logits: jax.Array, draw: Draw, maxima: jax.Array, size:
 
     least_logit, least_weight = thresholds(values, draw, total)
     index = draw_index(values, draw, least_logit, least_weight, values.shape[1])
-    return jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0], decided
+    # A row with nothing to draw from may have picked a place that stands for no id.
+    return jnp.minimum(jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0], size - 1), decided
 
 
 def _thresholds_of_rows(logits: jax.Array, draw: Draw, size: int) -> tuple[jax.Array, jax.Array]:
