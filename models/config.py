@@ -129,8 +129,7 @@ class ModelConfig:
         """
         folder = Path(path)
         raw = flatten_config(_read_json(folder / "config.json"))
-        if hf_overrides:
-            raw = _merge(raw, flatten_config(hf_overrides, keep_nulls=True))
+        raw = apply_overrides(raw, hf_overrides)
         if (folder / "hf_quant_config.json").exists():
             raise ModelConfigError(f"{folder}: hf_quant_config.json: ModelOpt quantisation is not supported")
         generation = folder / "generation_config.json"
@@ -192,6 +191,11 @@ def flatten_config(raw: Mapping[str, Any], *, keep_nulls: bool = False) -> dict[
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``raw`` with ``overrides`` put over it; objects merge key by key, and a null removes a key."""
+    return _merge(raw, flatten_config(overrides or {}, keep_nulls=True))
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding
 _STD = 0.02
 
 
-def dummy_array(name: str, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-    """Normal with standard deviation 0.02, made on the device; ones where ``name`` is a norm's weight.
+def dummy_array(name: str, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, *, norm_weight: float) -> jax.Array:
+    """Normal with standard deviation 0.02, made on the device; ``norm_weight`` throughout where ``name`` is a norm.
 
     The values follow from ``name`` alone: the same in every process and under every sharding.
     """
     if "norm" in name:
-        return jax.device_put(jnp.ones(leaf.shape, leaf.dtype), sharding)
+        return jax.device_put(jnp.full(leaf.shape, norm_weight, leaf.dtype), sharding)
     return _generator(leaf.shape, jnp.dtype(leaf.dtype), sharding)(jax.random.key(zlib.crc32(name.encode())))
 
 

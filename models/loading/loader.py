@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..architectures.base import Architecture, WeightMapping
 from ..decoder import abstract_params, param_partition_specs
@@ -49,7 +49,8 @@ def load_params(
     _, abstract = abstract_params(decoder_config, dtype)
     targets, treedef = _targets(abstract, param_partition_specs(decoder_config), mesh)
     if load_format == "dummy":
-        return treedef.unflatten([dummy_array(name, *target) for name, target in targets.items()])
+        unit = 0.0 if decoder_config.norm_plus_one else 1.0
+        return treedef.unflatten([dummy_array(name, *target, norm_weight=unit) for name, target in targets.items()])
     mappings = architecture.weight_mappings(decoder_config)
     _check_mappings(mappings, targets, architecture.name)
     with closing(_open(model_path, load_format, mappings)) as source:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import ModelConfig
+from ..config import ModelConfig, apply_overrides
 from .default_model import require_default_model
 from .errors import LoadError, name_list
 from .gguf_config import gguf_config
@@ -37,8 +37,8 @@ def resolve_model(
 ) -> ResolvedModel:
     """Finds (or downloads) a model and reads its configuration; None means the embedded default.
 
-    ``load_format`` is one of ``LOAD_FORMATS``; auto goes by the files. ``hf_overrides`` are put over the
-    configuration. Raises LoadError for files, ModelConfigError for the configuration.
+    ``load_format`` is one of ``LOAD_FORMATS``; auto goes by the files. ``hf_overrides`` go over the
+    configuration, objects merged key by key. Raises LoadError for files, ModelConfigError for the configuration.
     """
     if load_format not in LOAD_FORMATS:
         raise LoadError("load format", expected=" or ".join(LOAD_FORMATS), found=repr(load_format))
@@ -74,6 +74,6 @@ def _read_config(path: Path, hf_overrides: Mapping[str, Any] | None) -> ModelCon
         return ModelConfig.from_folder(path, hf_overrides)
     file = GGUFFile(path)
     try:
-        return ModelConfig.from_dict({**gguf_config(file), **(hf_overrides or {})})
+        return ModelConfig.from_dict(apply_overrides(gguf_config(file), hf_overrides))
     finally:
         file.close()

@@ -77,12 +77,8 @@ def write(
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**METADATA, **{k.replace("__", "."): v for k, v in changes.items()}}.items():
         full = key if key.startswith(("tokenizer.", "split.")) else f"{architecture}.{key}"
-        if isinstance(value, bool):
-            writer.add_bool(full, value)
-        elif isinstance(value, list):
-            writer.add_array(full, value)
-        else:
-            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](full, value)
+        adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        adders.get(type(value), writer.add_array)(full, value)
     for name, value in weights.items():
         stored = value
         heads = {"blk.0.attn_q": HEADS, "blk.0.attn_k": KV_HEADS}.get(name.rpartition(".")[0])
@@ -240,6 +236,16 @@ def test_config_of_a_plain_llama(tmp_path: Path) -> None:
     assert (model.norm_eps, model.max_position_embeddings) == (1e-5, 128)
     assert (model.eos_token_ids, model.bos_token_id) == ((2, 7), 1)
     assert (model.tie_word_embeddings, model.attention_bias, model.mlp_bias) == (True, False, False)
+
+
+def test_overrides_merge_into_the_configuration(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"token_embd.weight": np.zeros((VOCAB, HIDDEN), np.float32)})
+    overrides = {"rope_parameters": {"rope_theta": 5.0}, "num_key_value_heads": None}
+    config = resolve_model(str(path), hf_overrides=overrides).config
+    rope = config.rope_of(0)
+    assert rope is not None
+    assert (rope.theta, rope.kind) == (5.0, "default")
+    assert config.num_kv_heads == HEADS
 
 
 def test_an_output_matrix_unties_and_a_window_makes_mistral(tmp_path: Path) -> None:
