@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """The ``p``-th percentile, 0..100, linear between neighbours. Raises ValueError without values or outside 0..100."""
+    """The ``p``-th percentile, linear between neighbours. Raises ValueError without values or for p outside 0..100."""
     if not values:
         raise ValueError("percentile of no values")
     if not 0 <= p <= 100:

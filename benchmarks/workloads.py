@@ -9,8 +9,8 @@ import numpy as np
 DATA_DIR = Path(__file__).resolve().parent / "data"
 NAMES = ("single", "batch", "shared_prefix")
 """The workloads that ship in ``data/``."""
-FIRST_SALT_ID = 1000
-"""Token ids from here on stand in for the first token of a prompt in repeated rounds."""
+WARM_UP_ROUND = -1
+"""The round of ``salt`` that is run first and not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,17 @@ def _lengths(rng: np.random.Generator, mean: int, ratio: float, count: int) -> l
 
 
 def salt(items: list[WorkItem], round_index: int) -> list[WorkItem]:
-    """The same work with another first token in every prompt, so that no earlier round is in the prefix cache.
+    """The same work with another first token in every prompt, so that no other round is in the prefix cache.
 
-    Every prompt of a round gets the same first token: prefixes shared within the round stay shared. Round 0 is the
-    workload as it is.
+    Every prompt of a round gets the same first token, taken from the workload's own ids: prefixes shared within the
+    round stay shared. Round 0 is the workload as it is; ``WARM_UP_ROUND`` is for a run that is not counted. Raises
+    ValueError when the workload has too few different tokens for so many rounds.
     """
     if round_index == 0:
         return items
-    first = FIRST_SALT_ID + round_index
+    used = {item.prompt_ids[0] for item in items}
+    pool = sorted({token_id for item in items for token_id in item.prompt_ids} - used)
+    if not WARM_UP_ROUND <= round_index < len(pool):
+        raise ValueError(f"round {round_index}: this workload has different tokens for {max(len(pool) - 1, 0)} rounds")
+    first = pool[-1] if round_index == WARM_UP_ROUND else pool[round_index - 1]
     return [replace(item, prompt_ids=[first, *item.prompt_ids[1:]]) for item in items]

@@ -29,8 +29,8 @@ def main() -> None:
         start = now()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         wall_s = now() - start
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        return Measured(wall_s, tokens, [output.metrics.first_token_ts - start for output in outputs])
+        output_ids = [list(output.outputs[0].token_ids) for output in outputs]
+        return Measured(wall_s, output_ids, [output.metrics.first_token_ts - start for output in outputs])
 
     serve(stream, {"engine": "vllm-cpu", "version": vllm.__version__, "precision": "float32"}, run)
 

@@ -2,8 +2,8 @@
 
 The adapter loads the model and writes ``READY {json about the engine}``. Then, for each line
 ``run WORKLOAD ROUND`` on its standard input, it runs that workload once and writes one JSON line:
-``wall_s``, ``output_tokens``, ``ttft_p50_s``, ``ttft_p99_s`` (None where the engine has no batching to measure it
-in), or ``error``. It ends at end of file.
+``wall_s``, ``output_tokens``, ``ttft_p50_s``, ``ttft_p99_s`` (null where the engine does not tell), ``output_ids``; or
+``error``. It ends at end of file.
 
 Engines print to standard output too, some from child processes: that stream is therefore moved to standard error
 first, and the protocol keeps the original for itself.
@@ -12,7 +12,6 @@ first, and the protocol keeps the original for itself.
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -23,15 +22,18 @@ from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from latency import percentile
 from workloads import WorkItem, read_workload, salt
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. ``ttft_s``: seconds from the start of the run to each request's first token, one per request."""
+    """One run: output ids of every request, in order; ``ttft_s`` are seconds from the start of the run to each
+    request's first token, or empty where the engine does not tell.
+    """
 
     wall_s: float
-    output_tokens: int
+    output_ids: list[list[int]]
     ttft_s: list[float]
 
 
@@ -69,18 +71,18 @@ def _answer(line: str, run: Runner) -> dict[str, object]:
             raise ValueError(f"unknown command {command!r}")
         items = salt(read_workload(workload), int(round_index))
         measured = run(items)
-        expected = sum(item.max_tokens for item in items)
-        if measured.output_tokens != expected:
-            raise RuntimeError(f"made {measured.output_tokens} tokens where {expected} were asked for")
+        for item, ids in zip(items, measured.output_ids, strict=True):
+            if len(ids) != item.max_tokens:
+                raise RuntimeError(f"made {len(ids)} tokens where {item.max_tokens} were asked for")
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
-    ordered = sorted(measured.ttft_s)
     return {
         "wall_s": measured.wall_s,
-        "output_tokens": measured.output_tokens,
-        "ttft_p50_s": statistics.median(ordered) if ordered else None,
-        "ttft_p99_s": ordered[max(0, -(-len(ordered) * 99 // 100) - 1)] if ordered else None,
+        "output_tokens": sum(len(ids) for ids in measured.output_ids),
+        "ttft_p50_s": percentile(measured.ttft_s, 50) if measured.ttft_s else None,
+        "ttft_p99_s": percentile(measured.ttft_s, 99) if measured.ttft_s else None,
+        "output_ids": measured.output_ids,
     }
 
 
