@@ -1,13 +1,18 @@
-"""What the two attention operations share: options, argument checks, and masking arithmetic."""
+"""What the two attention operations share: options, argument checks, the online softmax, reading the pool."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 MASK_VALUE = -1e30
 """A masked score. Finite, so that a row with no key at all stays free of NaN (-inf minus -inf)."""
+
+LOWEST_MAX = -1e29
+"""Where a running maximum starts: above MASK_VALUE, so that exp(masked - maximum) is 0 even before any key."""
 
 
 @dataclass(frozen=True)
@@ -71,3 +76,84 @@ def visible(query_pos: jax.Array, key_pos: jax.Array, window: int | None) -> jax
     """True where a query at ``query_pos`` sees the key at ``key_pos``; the two broadcast."""
     seen = key_pos <= query_pos
     return seen if window is None else seen & (key_pos > query_pos - window)
+
+
+class SoftmaxState(NamedTuple):
+    """An online softmax under way, all float32: the running maximum and the sums relative to it."""
+
+    maximum: jax.Array  # [..., K, G]
+    denominator: jax.Array  # [..., K, G]
+    accumulator: jax.Array  # [..., K, G, H]
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...], sinks: jax.Array | None) -> "SoftmaxState":
+        """Before any key; ``shape`` is the accumulator's ``[..., K, G, H]``, sinks ``[K * G]`` or None."""
+        if sinks is None:
+            maximum, denominator = jnp.full(shape[:-1], LOWEST_MAX, jnp.float32), jnp.zeros(shape[:-1], jnp.float32)
+        else:
+            per_head = sinks.astype(jnp.float32).reshape(shape[-3:-1])
+            maximum, denominator = jnp.broadcast_to(per_head, shape[:-1]), jnp.ones(shape[:-1], jnp.float32)
+        return cls(maximum, denominator, jnp.zeros(shape, jnp.float32))
+
+    def update(self, scores: jax.Array, v: jax.Array, precision: jax.lax.Precision) -> "SoftmaxState":
+        """Adds a chunk: scores ``[..., K, G, C]`` with masked ones at MASK_VALUE, v ``[..., K, C, H]``, finite."""
+        maximum = jnp.maximum(self.maximum, jnp.max(scores, axis=-1))
+        probs = jnp.exp(scores - maximum[..., None])
+        decay = jnp.exp(self.maximum - maximum)
+        values = jnp.einsum("...kgc,...kch->...kgh", probs, v, precision=precision)
+        return SoftmaxState(
+            maximum,
+            self.denominator * decay + jnp.sum(probs, axis=-1),
+            self.accumulator * decay[..., None] + values,
+        )
+
+    def result(self) -> jax.Array:
+        """``[..., K, G, H]``; zeros where there was no key."""
+        return self.accumulator / jnp.where(self.denominator == 0.0, 1.0, self.denominator)[..., None]
+
+
+def matmul_precision(kv_dtype: jnp.dtype) -> jax.lax.Precision:
+    """Products of 16-bit keys and values lose nothing in a GPU's default (TF32); float32 ones would."""
+    return jax.lax.Precision.HIGHEST if kv_dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def gather_chunk(
+    kv: jax.Array, block_ids: jax.Array, written: jax.Array, branch_on_partial_chunks: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of some blocks of each row, in float32, with zeros where nothing was written.
+
+    kv ``[B, 2, K, S, H]``; block_ids i32 ``[W, blocks]``; written bool ``[W, blocks * S]``. Returns two arrays
+    ``[W, K, blocks * S, H]``. With ``branch_on_partial_chunks`` nothing is zeroed when all is written.
+    """
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_rows, chunk_tokens = written.shape
+    shape = (num_rows, num_kv_heads, chunk_tokens, head_dim)
+    # One long row of the gather is the S keys of one block and head.
+    flat = kv.reshape(num_blocks * 2 * num_kv_heads, block_size * head_dim)
+    if kv.dtype == jnp.bfloat16:
+        # As integers: XLA:CPU of JAX 0.10 would otherwise convert the whole pool to float32 before the gather.
+        flat = jax.lax.bitcast_convert_type(flat, jnp.uint16)
+    first = block_ids[:, None, :] * (2 * num_kv_heads) + jnp.arange(num_kv_heads)[:, None]  # [W, K, blocks]
+    first = first.reshape(-1)
+
+    def gather(index: jax.Array) -> jax.Array:
+        return flat.at[index].get(mode="promise_in_bounds")
+
+    def gather_and_zero(index: jax.Array) -> jax.Array:
+        x = gather(index)
+        return jnp.where(written[:, None, :, None], x.reshape(shape), jnp.zeros((), x.dtype)).reshape(x.shape)
+
+    def both(read: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return read(first), read(first + num_kv_heads)
+
+    if branch_on_partial_chunks:
+        k, v = jax.lax.cond(jnp.all(written), lambda: both(gather), lambda: both(gather_and_zero))
+    else:
+        k, v = both(gather_and_zero)
+
+    def as_float32(x: jax.Array) -> jax.Array:
+        if kv.dtype == jnp.bfloat16:
+            x = jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+        return x.astype(jnp.float32).reshape(shape)
+
+    return as_float32(k), as_float32(v)

@@ -1,11 +1,32 @@
-"""Decode attention in plain JAX: an online softmax over chunks of blocks."""
+"""Decode attention in plain JAX: an online softmax over chunks of blocks.
+
+Rows are sorted by the number of keys they see and cut into groups. One loop walks over (group, chunk): a group takes
+as many turns as its longest row has chunks, so the cost follows the tokens present, and padding rows cost nothing.
+"""
+
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..attention_common import MASK_VALUE, AttentionOptions, softcapped, visible
+from ..attention_common import (
+    MASK_VALUE,
+    AttentionOptions,
+    SoftmaxState,
+    gather_chunk,
+    matmul_precision,
+    softcapped,
+)
+from .config import CPU_TUNING, GPU_TUNING, TuningConfig
 
-BLOCKS_PER_CHUNK = 8
+
+class _Groups(NamedTuple):
+    """The rows in groups of W, longest first; shapes ``[groups, W, …]``."""
+
+    q: jax.Array  # f32[groups, W, K, G, H], scaled
+    tables: jax.Array  # i32[groups, W, blocks], from the first block that the row sees
+    num_keys: jax.Array  # i32[groups, W], keys from that block's start to the query
 
 
 def paged_attention_xla(
@@ -16,39 +37,96 @@ def paged_attention_xla(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Shapes as in ``paged_attention``. The loop ends with the longest row."""
+    """Shapes as in ``paged_attention``. Which tuning applies is known when the program is lowered."""
+    return jax.lax.platform_dependent(
+        q,
+        kv,
+        block_tables,
+        seq_lens,
+        sinks,
+        cpu=partial(attend_rows, options=options, tuning=CPU_TUNING),
+        default=partial(attend_rows, options=options, tuning=GPU_TUNING),
+    )
+
+
+def attend_rows(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    tuning: TuningConfig,
+) -> jax.Array:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2:4]
-    group = num_heads // num_kv_heads
-    chunk_blocks = min(BLOCKS_PER_CHUNK, block_tables.shape[1])
-    chunk_tokens = chunk_blocks * block_size
-    tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % chunk_blocks)))
-    grouped_q = q.astype(jnp.float32).reshape(num_rows, num_kv_heads, group, head_dim)
+    rows_per_group = min(tuning.rows_per_group, num_rows)
+    chunk_blocks = min(max(1, tuning.chunk_tokens // block_size), block_tables.shape[1])
 
-    def attend_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        running_max, denominator, accumulator = carry
-        ids = jax.lax.dynamic_slice_in_dim(tables, chunk * chunk_blocks, chunk_blocks, axis=1)
-        key_pos = chunk * chunk_tokens + jnp.arange(chunk_tokens)
-        seen = visible(seq_lens[:, None] - 1, key_pos[None, :], options.window)[:, None, None, :]
-        blocks = kv.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)  # [R, blocks, 2, K, S, H]
-        blocks = blocks.transpose(2, 0, 3, 1, 4, 5).reshape(2, num_rows, num_kv_heads, chunk_tokens, head_dim)
-        k, v = jnp.where(seen.transpose(0, 1, 3, 2)[None], blocks, 0.0)
-        scores = jnp.einsum("rkgh,rkch->rkgc", grouped_q, k) * options.scale
-        scores = jnp.where(seen, softcapped(scores, options.softcap), MASK_VALUE)
-        new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1))
-        probs = jnp.where(seen, jnp.exp(scores - new_max[..., None]), 0.0)
-        decay = jnp.exp(running_max - new_max)
-        values = jnp.einsum("rkgc,rkch->rkgh", probs, v)
-        return new_max, denominator * decay + jnp.sum(probs, axis=-1), accumulator * decay[..., None] + values
+    tables, num_keys = _skip_blocks_before_window(block_tables, seq_lens, block_size, options.window)
+    order = jnp.argsort(-num_keys)
+    padding = -num_rows % rows_per_group
 
-    shape = (num_rows, num_kv_heads, group)
-    sink = jnp.full((num_heads,), MASK_VALUE) if sinks is None else sinks.astype(jnp.float32)
-    start = (
-        jnp.broadcast_to(sink.reshape(1, num_kv_heads, group), shape),
-        jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
+    def grouped(x: jax.Array, *tail: int) -> jax.Array:
+        x = jnp.pad(x[order], ((0, padding),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(-1, rows_per_group, *tail)
+
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % chunk_blocks)))
+    scaled_q = q.astype(jnp.float32) * options.scale
+    groups = _Groups(
+        q=grouped(scaled_q, num_kv_heads, num_heads // num_kv_heads, head_dim),
+        tables=grouped(tables, tables.shape[1]),
+        num_keys=grouped(num_keys),
     )
-    num_chunks = (jnp.max(seq_lens) + chunk_tokens - 1) // chunk_tokens
-    _, denominator, accumulator = jax.lax.fori_loop(0, num_chunks, attend_chunk, start)
-    out = accumulator / jnp.where(denominator == 0.0, 1.0, denominator)[..., None]
-    return out.reshape(num_rows, num_heads, head_dim).astype(q.dtype)
+    state = _loop(groups, kv, sinks, chunk_blocks, options, tuning)
+    out = state.result().reshape(-1, num_heads, head_dim)[:num_rows].astype(q.dtype)
+    return jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+
+
+def _skip_blocks_before_window(
+    block_tables: jax.Array, seq_lens: jax.Array, block_size: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Tables that begin with the first visible block, and the number of keys from there on."""
+    if window is None:
+        return block_tables, seq_lens
+    first_block = jnp.maximum(seq_lens - window, 0) // block_size
+    max_blocks = block_tables.shape[1]
+    columns = jnp.minimum(first_block[:, None] + jnp.arange(max_blocks), max_blocks - 1)
+    return jnp.take_along_axis(block_tables, columns, axis=1), seq_lens - first_block * block_size
+
+
+def _loop(
+    groups: _Groups,
+    kv: jax.Array,
+    sinks: jax.Array | None,
+    chunk_blocks: int,
+    options: AttentionOptions,
+    tuning: TuningConfig,
+) -> SoftmaxState:
+    """All turns of all groups; returns the state ``[groups, W, K, G]``."""
+    rows_per_group = groups.num_keys.shape[1]
+    chunk_tokens = chunk_blocks * kv.shape[3]
+    precision = matmul_precision(kv.dtype)
+    num_chunks = (jnp.max(groups.num_keys, axis=1) + chunk_tokens - 1) // chunk_tokens
+
+    def turn(_: jax.Array, carry: tuple[jax.Array, jax.Array, SoftmaxState]) -> tuple:
+        group, chunk, states = carry
+        q, num_keys, state = jax.tree.map(lambda x: x[group], (groups.q, groups.num_keys, states))
+        ids = jax.lax.dynamic_slice(groups.tables, (group, 0, chunk * chunk_blocks), (1, rows_per_group, chunk_blocks))[
+            0
+        ]
+        key = chunk * chunk_tokens + jnp.arange(chunk_tokens)
+        written = key < num_keys[:, None]  # [W, C]
+        k, v = gather_chunk(kv, ids, written, tuning.branch_on_partial_chunks)  # [W, K, C, H]
+        scores = jnp.einsum("wkgh,wkch->wkgc", q, k, precision=precision)
+        seen = written if options.window is None else written & (key >= num_keys[:, None] - options.window)
+        scores = jnp.where(seen[:, None, None], softcapped(scores, options.softcap), MASK_VALUE)
+        state = state.update(scores, v, precision)
+        states = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, group, 0), states, state)
+        is_last = chunk + 1 >= num_chunks[group]
+        return jnp.where(is_last, group + 1, group), jnp.where(is_last, 0, chunk + 1), states
+
+    start = SoftmaxState.start(groups.q.shape, sinks)
+    # Groups without keys come last and take no turn.
+    _, _, states = jax.lax.fori_loop(0, jnp.sum(num_chunks), turn, (jnp.int32(0), jnp.int32(0), start))
+    return states
