@@ -367,7 +367,6 @@ def test_names() -> None:
     assert hf_name("blk.12.attn_k.bias") == "model.layers.12.self_attn.k_proj.bias"
     assert hf_name("blk.3.ffn_norm.weight") == "model.layers.3.post_attention_layernorm.weight"
     assert hf_name("blk.3.ffn_gate_exps.weight") == "blk.3.ffn_gate_exps.weight"
-    assert hf_name("ffn_gate.weight") == "ffn_gate.weight"
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
