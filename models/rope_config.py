@@ -14,7 +14,6 @@ EVERY_LAYER = "*"
 _KNOWN_KEYS = {
     "rope_theta",
     "rope_type",
-    "type",
     "partial_rotary_factor",
     "factor",
     "original_max_position_embeddings",
@@ -52,7 +51,7 @@ def read_ropes(raw: Mapping[str, Any], head_dim: int) -> dict[str, RopeSpec | No
     ropes: dict[str, RopeSpec | None] = {}
     for layer_type in nested:
         own = parameters[layer_type]
-        ropes[layer_type] = None if own is None else _read_one({**shared, **own}, raw, head_dim)
+        ropes[layer_type] = None if own is None else _read_one({**shared, **_one_spelling(own)}, raw, head_dim)
     return ropes
 
 
@@ -60,12 +59,18 @@ def _mapping(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = raw.get(name) or {}
     if not isinstance(value, Mapping):
         raise ModelConfigError(f"{name} must be an object, got {value!r}")
-    return dict(value)
+    return _one_spelling(value)
 
 
-def _read_one(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    values = {key: value for key, value in parameters.items() if value is not None}
-    kind = values.get("rope_type", values.get("type", "default"))
+def _one_spelling(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, and ``type`` renamed to ``rope_type`` where only the old name is given."""
+    values = {key: value for key, value in parameters.items() if value is not None or key in _LAYER_TYPES}
+    old = values.pop("type", None)
+    return values if old is None else {"rope_type": old, **values}
+
+
+def _read_one(values: dict[str, Any], raw: Mapping[str, Any], head_dim: int) -> RopeSpec:
+    kind = values.get("rope_type", "default")
     if kind not in ROPE_KINDS:
         raise ModelConfigError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     unknown = sorted(set(values) - _KNOWN_KEYS)
@@ -92,7 +97,9 @@ def _read_one(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: i
         theta=theta,
         rotary_dim=rotary_dim,
         factor=factor,
-        original_max_position=int(max_position if kind == "dynamic" else original or max_position),
+        original_max_position=0
+        if kind == "linear"
+        else int(max_position if kind == "dynamic" else original or max_position),
         low_freq_factor=_number(values, "low_freq_factor", 1.0),
         high_freq_factor=_number(values, "high_freq_factor", 4.0),
         beta_fast=_number(values, "beta_fast", 32.0),
