@@ -1,6 +1,8 @@
 """transformers' tokenizer classes, without its advice to install PyTorch (Octavo reads models itself)."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _DropAdvice(logging.Filter):
@@ -13,4 +15,16 @@ logging.getLogger("transformers").addFilter(_DropAdvice())
 # The advice is given while transformers is imported, so the filter has to be there first.
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
-__all__ = ["AutoTokenizer", "PreTrainedTokenizerFast"]
+__all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "only_errors"]
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """While it lasts, transformers logs errors only."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -13,8 +13,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from .chat_template import ChatTemplate
 from .errors import ConfigError, RequestError
 from .gguf_tokenizer import load_gguf_tokenizer
-from .hf_tokenizers import AutoTokenizer, PreTrainedTokenizerFast
+from .hf_tokenizers import AutoTokenizer, PreTrainedTokenizerFast, only_errors
 from .sampling_params import is_int
+
+_LONG_TEXT_CHARS = 4096
+"""From here on a text is encoded as a batch of one, which lets other Python threads run meanwhile."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -117,7 +120,10 @@ class Tokenizer:
         the text become their ids. Raises RequestError for text that is not valid Unicode.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG_TEXT_CHARS:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text is not valid Unicode: {error}") from error
         bos = self.bos_token_id
@@ -210,7 +216,8 @@ def _load_pretrained(source: str, **options: Any) -> Any:
     if (folder / "tokenizer.json").is_file() and not any((folder / name).is_file() for name in configs):
         return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
+        with only_errors():
+            return AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, json.JSONDecodeError) as error:
         raise ConfigError(f"no tokenizer could be loaded from {source!r}: {error}") from error
 

@@ -174,7 +174,7 @@ def test_streaming_or_not_makes_no_difference(
             assert all(output.outputs[0].text for output in outputs[:-1]), "no empty deltas"
         answers.append(answer)
     assert answers[0] == answers[1] == answers[2] == answers[3]
-    if not stop and end is FinishReason.LENGTH:
+    if answers[0].stop_reason is None and end is FinishReason.LENGTH:
         assert answers[0].text == TOKENIZER.decode([i for i in ids if i < 9999], skip_special_tokens=skip)
         assert answers[0].token_ids == ids
 
@@ -215,6 +215,11 @@ def test_stop_strings_do_not_count_among_the_first_min_tokens() -> None:
     for min_tokens, text in ((0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (4, "abab")):
         request = make_request(stop=["ab"], min_tokens=min_tokens)
         assert whole(run_open(request, [ids_of(c) for c in "abababab"])[0], CUMULATIVE).text == text
+
+
+def test_held_text_comes_before_a_cut_character() -> None:
+    cut = ids_of("xb" + "é")[:-1]
+    assert whole(run(make_request(stop=["bé"]), [cut])[0], CUMULATIVE).text == "xb\ufffd"
 
 
 def test_the_stop_token_is_counted_and_not_shown() -> None:

@@ -77,6 +77,14 @@ def test_lone_surrogates_are_refused() -> None:
         byte_tokenizer().encode("a\ud83d")
 
 
+def test_long_texts_are_encoded_like_short_ones() -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    text = "ab é " * 2000
+    assert tokenizer.encode(text) == [256, *tokenizer.encode("ab é ", add_special_tokens=False) * 2000]
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        tokenizer.encode(text + "\ud83d")
+
+
 def test_truncation_stored_in_the_tokenizer_is_switched_off() -> None:
     backend = byte_backend()
     backend.enable_truncation(4)
