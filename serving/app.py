@@ -9,6 +9,7 @@ from ..engine.errors import QueueFullError
 from .auth import KeyCheck
 from .chat import post_chat_completions
 from .completions import post_completions
+from .cors import cors_headers
 from .errors import ApiError, as_api_error
 from .health import get_live, get_metrics, get_ready, get_version
 from .models import get_model, get_models
@@ -45,7 +46,7 @@ def make_app(state: ServerState) -> web.Application:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every answer, streams and errors included."""
     response.headers["X-Request-Id"] = request_label(request)
-    response.headers.update(request.app[STATE].options.cors.response_headers(request))
+    response.headers.update(cors_headers(request.app[STATE].options.cors, request))
 
 
 def _measure(state: ServerState) -> Middleware:

@@ -15,7 +15,7 @@ from .prompts import check_token_ids
 from .protocol.requests import ChatRequest, parse_request
 from .protocol.responses import chat_logprobs, encode_json, prompt_logprobs
 from .sampling import chat_params, default_max_tokens, fit_context
-from .state import STATE, request_label
+from .state import STATE, read_body, request_label
 from .streaming import Chunk, has_news, stream_response
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -25,7 +25,7 @@ MAX_MESSAGES = 4096
 async def post_chat_completions(http_request: web.Request) -> web.StreamResponse:
     state = http_request.app[STATE]
     state.require_engine()
-    request = parse_request(await http_request.read(), ChatRequest)
+    request = parse_request(await read_body(http_request), ChatRequest)
     engine, model = state.require_model(request.model)
     defaults = engine.default_sampling_params
     params = chat_params(request, defaults, engine.config)

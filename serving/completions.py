@@ -16,14 +16,14 @@ from .prompts import encode_prompts, split_prompts
 from .protocol.requests import CompletionRequest, parse_request
 from .protocol.responses import CompletionLogprobs, encode_json, prompt_logprobs
 from .sampling import completion_params, default_max_tokens, fit_context, only_prompt
-from .state import STATE, request_label
+from .state import STATE, read_body, request_label
 from .streaming import Chunk, has_news, stream_response
 
 
 async def post_completions(http_request: web.Request) -> web.StreamResponse:
     state = http_request.app[STATE]
     state.require_engine()
-    request = parse_request(await http_request.read(), CompletionRequest)
+    request = parse_request(await read_body(http_request), CompletionRequest)
     engine, model = state.require_model(request.model)
     params = completion_params(request, engine.default_sampling_params, engine.config)
     prompts = await make_prompts(engine, request, params, state.options.max_prompts)

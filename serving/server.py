@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 import signal
 import ssl
+import sys
 
 from aiohttp import web
 
@@ -13,7 +15,8 @@ from .app import make_app
 from .engine_client import EngineClient, EngineFactory
 from .logging import RequestLog, log_stats_forever
 from .metrics import ServerMetrics
-from .state import ServerOptions, ServerState
+from .options import ServerOptions
+from .state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class Server:
         self._make_engine = make_engine
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+        self._started = False
         self._runner: web.AppRunner | None = None
 
     async def run(self) -> int:
@@ -104,6 +108,7 @@ class Server:
         engine = await asyncio.to_thread(self._make_engine, self._args, sink)
         self.state.engine = engine
         await engine.start()
+        self._started = True
         self.metrics.bind(engine.config, engine.stats)
         logger.info("ready: serving %s", ", ".join(engine.config.served_model_names))
 
@@ -155,6 +160,11 @@ class Server:
             await asyncio.sleep(min(0.02, timeout_s))
         return True
 
+    @property
+    def must_exit(self) -> bool:
+        """A stop before ready, or a forced one, does not wait for threads that may compile for minutes."""
+        return self._force.is_set() or (self._stop.is_set() and not self._started)
+
     async def close(self) -> None:
         """Closes the port and every connection, then the engine."""
         if self._runner is not None:
@@ -175,6 +185,12 @@ def run_server(args: EngineArgs, options: ServerOptions, make_engine: EngineFact
     """Serves until stopped; returns the exit code."""
 
     async def run() -> int:
-        return await Server(args, options, make_engine).run()
+        server = Server(args, options, make_engine)
+        code = await server.run()
+        if server.must_exit:
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(code)
+        return code
 
     return asyncio.run(run())

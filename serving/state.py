@@ -1,50 +1,22 @@
 """What all handlers share: the options, the engine once it is there, and what is in flight."""
 
+import asyncio
 import re
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from ..engine.messages import StepStats
-from .cors import CorsPolicy
 from .engine_client import EngineClient
 from .errors import ApiError, unavailable
+from .options import ServerOptions
 
 if TYPE_CHECKING:
     from .metrics import ServerMetrics
 
 _SAFE_LABEL = re.compile(r"[A-Za-z0-9._:/@=+-]{1,128}\Z")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Options of the HTTP side. Times in seconds, sizes in bytes."""
-
-    host: str | None = None
-    """None: all interfaces."""
-    port: int = 8000
-    uds: str | None = None
-    """A Unix socket's path, instead of host and port."""
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    api_keys: Sequence[str] = ()
-    public_metrics: bool = False
-    """/metrics without a key."""
-    cors: CorsPolicy = field(default_factory=CorsPolicy)
-    max_request_body_bytes: int = 32 << 20
-    max_prompts: int = 1024
-    """Most prompts in one completions request."""
-    shutdown_timeout_s: float = 25.0
-    """How long running requests may go on after SIGTERM."""
-    stall_timeout_s: float = 60.0
-    """A streaming client that takes nothing for this long is dropped."""
-    stats_interval_s: float = 10.0
-    disable_log_stats: bool = False
-    disable_access_log: bool = False
 
 
 class ServerState:
@@ -114,3 +86,12 @@ def request_label(request: web.Request) -> str:
 
 def new_id() -> str:
     return uuid.uuid4().hex
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. Raises ApiError 408 when the client stops sending it."""
+    try:
+        async with asyncio.timeout(request.app[STATE].options.stall_timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(408, "the request body did not arrive in time") from None

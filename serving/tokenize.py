@@ -7,13 +7,13 @@ from .chat import render_messages
 from .prompts import check_token_ids, encode_prompts
 from .protocol.requests import DetokenizeRequest, TokenizeRequest, parse_request
 from .protocol.responses import encode_json
-from .state import STATE
+from .state import STATE, read_body
 
 
 async def post_tokenize(http_request: web.Request) -> web.Response:
     state = http_request.app[STATE]
     state.require_engine()
-    request = parse_request(await http_request.read(), TokenizeRequest)
+    request = parse_request(await read_body(http_request), TokenizeRequest)
     engine, _ = state.require_model(request.model)
     if engine.tokenizer is None:
         raise RequestError("this server has no tokenizer")
@@ -44,7 +44,7 @@ async def post_tokenize(http_request: web.Request) -> web.Response:
 async def post_detokenize(http_request: web.Request) -> web.Response:
     state = http_request.app[STATE]
     state.require_engine()
-    request = parse_request(await http_request.read(), DetokenizeRequest)
+    request = parse_request(await read_body(http_request), DetokenizeRequest)
     engine, _ = state.require_model(request.model)
     if engine.tokenizer is None:
         raise RequestError("this server has no tokenizer")

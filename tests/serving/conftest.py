@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from octavo.engine.args import EngineArgs
+from octavo.serving.options import ServerOptions
 from octavo.serving.server import Server
-from octavo.serving.state import ServerOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 

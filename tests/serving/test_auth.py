@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from octavo.serving.cors import CorsPolicy
+from octavo.serving.options import CorsPolicy
 
 KEYS = ("first-key", "second-k\u00e9y")
 ROUTES = [
