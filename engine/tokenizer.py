@@ -212,6 +212,8 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 def _load_pretrained(source: str, **options: Any) -> Any:
     folder = Path(source)
+    if source.startswith(("/", "./", "../", "~")) and not folder.exists():
+        raise ConfigError(f"{source}: no such file or folder")
     configs = ("tokenizer_config.json", "config.json")
     if (folder / "tokenizer.json").is_file() and not any((folder / name).is_file() for name in configs):
         return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
