@@ -32,14 +32,16 @@ class EngineCore:
         try:
             self.scheduler.add_request(message)
         except RequestError as error:
-            refusal = ChoiceOutput(
-                request_id=message.request_id,
-                index=0,
-                token_ids=[],
-                finish_reason=FinishReason.ERROR,
-                error=str(error),
-            )
-            self._pending.append(refusal)
+            self._pending += [
+                ChoiceOutput(
+                    request_id=message.request_id,
+                    index=index,
+                    token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    error=str(error),
+                )
+                for index in range(message.sampling_params.n)
+            ]
 
     def step(self) -> StepOutputs:
         """One turn of the loop; without work it only hands out what is pending."""

@@ -70,7 +70,7 @@ class ChoiceOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
-    """Sent with the finish."""
+    """Sent with the first token and with the finish."""
     error: str | None = None
     """With ``FinishReason.ERROR``: what went wrong, for the caller."""
 

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from itertools import repeat
 
+import msgspec
+
 from .choice_stream import ChoiceStream, prompt_logprobs
 from .errors import RequestError
 from .messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason, RequestTiming, StepOutputs
@@ -145,7 +147,8 @@ class _RequestState:
         params = self.request.sampling_params
         self._num_cached_tokens = max(self._num_cached_tokens, news.num_cached_tokens)
         if news.timing is not None:
-            self._timing = news.timing
+            # A copy: in one process the core goes on writing to its own.
+            self._timing = msgspec.structs.replace(news.timing)
         if news.prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs(
                 self._tokenizer, self.request.prompt_token_ids, news.prompt_logprobs, params

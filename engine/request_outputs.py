@@ -19,7 +19,7 @@ def sampled_logprobs(source: SampledRows | PromptLogprobs, entry: int, count: in
 def choice_output(
     request: Request, token_ids: list[int], logprobs: list[SampledLogprobs] | None = None, error: str | None = None
 ) -> ChoiceOutput:
-    """A choice's news; prompt logprobs go out once, with the first token or the end."""
+    """A choice's news; prompt logprobs go out once, with the first token or the end; times with both."""
     prompt_logprobs = None
     first = request.num_output_tokens == len(token_ids)
     if request.index == 0 and request.params.prompt_logprobs is not None and (first or request.finished):
@@ -33,7 +33,7 @@ def choice_output(
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         num_cached_tokens=request.num_cached_tokens,
-        timing=request.timing if request.finished else None,
+        timing=request.timing if request.finished or first else None,
         error=error,
     )
 
