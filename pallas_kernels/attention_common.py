@@ -130,9 +130,6 @@ def gather_chunk(
     shape = (num_rows, num_kv_heads, chunk_tokens, head_dim)
     # One long row of the gather is the S keys of one block and head.
     flat = kv.reshape(num_blocks * 2 * num_kv_heads, block_size * head_dim)
-    if kv.dtype == jnp.bfloat16:
-        # As integers: XLA:CPU of JAX 0.10 would otherwise convert the whole pool to float32 before the gather.
-        flat = jax.lax.bitcast_convert_type(flat, jnp.uint16)
     first = block_ids[:, None, :] * (2 * num_kv_heads) + jnp.arange(num_kv_heads)[:, None]  # [W, K, blocks]
     first = first.reshape(-1)
 
@@ -151,9 +148,4 @@ def gather_chunk(
     else:
         k, v = both(gather_and_zero)
 
-    def as_float32(x: jax.Array) -> jax.Array:
-        if kv.dtype == jnp.bfloat16:
-            x = jax.lax.bitcast_convert_type(x, jnp.bfloat16)
-        return x.astype(jnp.float32).reshape(shape)
-
-    return as_float32(k), as_float32(v)
+    return k.astype(jnp.float32).reshape(shape), v.astype(jnp.float32).reshape(shape)
