@@ -14,12 +14,14 @@ from jax import lax
 from .sampler_logits import RowState, SamplingInputs, changes_logits, process_logits, without_padding
 from .sampler_search import (
     Draw,
+    count,
     draw_tokens,
     first_index_of,
-    fold,
-    fold_sum,
     gather_lanes,
     lane_maxima,
+    lane_sums,
+    ordered_sum,
+    pad_to_depth,
     uniform_per_row,
 )
 from .sampling_params import GREEDY_EPSILON, MAX_LOGPROBS
@@ -64,12 +66,13 @@ def sample(
     """
     max_rows = row_state.output_counts.shape[0]
     inputs = without_padding(inputs, (rows >= 0) & (rows < max_rows))
+    known = _without_head_padding(logits, vocab_size)
     processed = lax.cond(
         jnp.any(changes_logits(inputs)),
-        lambda: process_logits(logits, inputs, row_state, rows, allow_mask, vocab_size),
-        lambda: logits,
+        lambda: process_logits(known, inputs, row_state, rows, allow_mask),
+        lambda: known,
     )
-    token_ids = _choose(processed, inputs, vocab_size)
+    token_ids = jnp.minimum(_choose(pad_to_depth(processed), inputs), vocab_size - 1)
     num_rows = logits.shape[0]
 
     def none() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -80,61 +83,67 @@ def sample(
             jnp.zeros((num_rows, MAX_LOGPROBS), jnp.float32),
         )
 
-    logprobs = lax.cond(jnp.any(inputs.num_logprobs >= 0), lambda: _logprobs(logits, token_ids, vocab_size), none)
+    logprobs = lax.cond(jnp.any(inputs.num_logprobs >= 0), lambda: _logprobs(known, token_ids, vocab_size), none)
     return SamplerOutput(token_ids, _finite(logits, vocab_size), *logprobs)
 
 
 def prompt_logprobs(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> SamplerOutput:
     """Log-probabilities of given tokens: logits f32[P, V], targets i32[P]; ``token_ids`` are the targets."""
-    return SamplerOutput(targets, _finite(logits, vocab_size), *_logprobs(logits, targets, vocab_size))
+    known = _without_head_padding(logits, vocab_size)
+    return SamplerOutput(targets, _finite(logits, vocab_size), *_logprobs(known, targets, vocab_size))
 
 
-def _finite(logits: jax.Array, size: int) -> jax.Array:
-    # A maximum keeps NaN, and NaN is not less than infinity.
-    magnitude = fold(jnp.maximum, lambda part, _: jnp.abs(part), logits, size, 0.0)
-    return jnp.max(magnitude, axis=1) < jnp.inf
+def _without_head_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """-inf for the ids that do not exist."""
+    if logits.shape[1] == vocab_size:
+        return logits
+    return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size, logits, -jnp.inf)
 
 
-def _choose(logits: jax.Array, inputs: SamplingInputs, size: int) -> jax.Array:
+def _finite(logits: jax.Array, vocab_size: int) -> jax.Array:
+    return jnp.all(jnp.isfinite(logits[:, :vocab_size]), axis=1)
+
+
+def _choose(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """i32[R]: argmax (the first of equals) where greedy, else a draw."""
-    maxima = lane_maxima(logits, size)
+    maxima = lane_maxima(logits)
     maximum = jnp.max(maxima, axis=1)
-    greedy_ids = first_index_of(logits, maximum, size)
+    greedy_ids = first_index_of(logits, maximum)
     sampled = inputs.temperature >= GREEDY_EPSILON
 
     def drawn() -> jax.Array:
         draw = Draw(
             temperature=jnp.where(sampled, inputs.temperature, 1.0),
             maximum=jnp.where(jnp.isfinite(maximum), maximum, 0.0),
-            top_k=jnp.where(sampled & (inputs.top_k < size), inputs.top_k, 0),
-            top_p=jnp.where(sampled, inputs.top_p, 1.0),
-            min_p=jnp.where(sampled, inputs.min_p, 0.0),
+            top_k=jnp.where(inputs.top_k < logits.shape[1], inputs.top_k, 0),
+            top_p=inputs.top_p,
+            min_p=inputs.min_p,
             uniform=uniform_per_row(inputs.seed, inputs.choice, inputs.position),
         )
-        return jnp.where(sampled, draw_tokens(logits, draw, sampled, maxima, size), greedy_ids)
+        return jnp.where(sampled, draw_tokens(logits, draw.only(sampled), maxima), greedy_ids)
 
     return lax.cond(jnp.any(sampled), drawn, lambda: greedy_ids)
 
 
-def _logprobs(logits: jax.Array, token_ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _logprobs(
+    logits: jax.Array, token_ids: jax.Array, vocab_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(logprob, rank, top_ids, top_logprobs) of the raw logits f32[R, V]."""
-    maxima = lane_maxima(logits, size)
+    logits = pad_to_depth(logits)
+    maxima = lane_maxima(logits)
     maximum = jnp.max(maxima, axis=1)
-    total = fold_sum(fold(jnp.add, lambda part, _: jnp.exp(part - maximum[:, None]), logits, size))
-    norm = maximum + jnp.log(total)
+    norm = maximum + jnp.log(ordered_sum(lane_sums(jnp.exp(logits - maximum[:, None]))))
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)  # [R, 1]
-    larger = fold(jnp.add, lambda part, _: (part > chosen).astype(jnp.int32), logits, size)
 
     # The best 20 values lie in the 20 lanes with the best maxima.
     lanes = jnp.sort(lax.top_k(maxima, min(MAX_LOGPROBS, maxima.shape[1]))[1], axis=1)
-    values, ids = gather_lanes(logits, lanes, size)
-    count = min(MAX_LOGPROBS, size)
-    top_values, places = lax.top_k(values, count)
-    top_ids = jnp.take_along_axis(ids, places, axis=1)
-    missing = ((0, 0), (0, MAX_LOGPROBS - count))
+    values, ids = gather_lanes(logits, lanes)
+    num_top = min(MAX_LOGPROBS, vocab_size)
+    top_values, places = lax.top_k(values, num_top)
+    missing = ((0, 0), (0, MAX_LOGPROBS - num_top))
     return (
         chosen[:, 0] - norm,
-        1 + jnp.sum(larger, axis=1),
-        jnp.pad(top_ids, missing, constant_values=-1),
+        1 + count(logits > chosen),
+        jnp.pad(jnp.take_along_axis(ids, places, axis=1), missing, constant_values=-1),
         jnp.pad(top_values - norm[:, None], missing, constant_values=-jnp.inf),
     )

@@ -85,12 +85,7 @@ def changes_logits(inputs: SamplingInputs) -> jax.Array:
 
 
 def process_logits(
-    logits: jax.Array,
-    inputs: SamplingInputs,
-    row_state: RowState,
-    rows: jax.Array,
-    allow_mask: jax.Array,
-    vocab_size: int,
+    logits: jax.Array, inputs: SamplingInputs, row_state: RowState, rows: jax.Array, allow_mask: jax.Array
 ) -> jax.Array:
     """f32[R, V] -> f32[R, V]: allow-mask, logit bias, stop ids, penalties, in this order.
 
@@ -100,7 +95,7 @@ def process_logits(
     for used, change in (
         (inputs.use_mask, lambda x: _mask(x, allow_mask, inputs.use_mask)),
         (inputs.use_bias, lambda x: _bias(x, row_state, rows, inputs.use_bias)),
-        (inputs.suppress_stop, lambda x: _suppress_stop(x, row_state, rows, inputs.suppress_stop, vocab_size)),
+        (inputs.suppress_stop, lambda x: _suppress_stop(x, row_state, rows, inputs.suppress_stop)),
         (uses_penalties(inputs), lambda x: _penalise(x, inputs, row_state, rows)),
     ):
         logits = lax.cond(jnp.any(used), change, lambda x: x, logits)
@@ -125,13 +120,11 @@ def _bias(logits: jax.Array, row_state: RowState, rows: jax.Array, used: jax.Arr
     return logits.at[jnp.arange(logits.shape[0])[:, None], ids].add(values, mode="drop")
 
 
-def _suppress_stop(
-    logits: jax.Array, row_state: RowState, rows: jax.Array, used: jax.Array, vocab_size: int
-) -> jax.Array:
+def _suppress_stop(logits: jax.Array, row_state: RowState, rows: jax.Array, used: jax.Array) -> jax.Array:
     ids = _row_ids(row_state.stop_ids, rows, used, logits.shape[1])
     suppressed = logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
     # Where a grammar allows nothing but the end, the end wins over min_tokens.
-    possible = jnp.any(suppressed[:, :vocab_size] > -jnp.inf, axis=1, keepdims=True)
+    possible = jnp.any(suppressed > -jnp.inf, axis=1, keepdims=True)
     return jnp.where(possible, suppressed, logits)
 
 

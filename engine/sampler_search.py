@@ -1,9 +1,9 @@
 """Choosing tokens without sorting the vocabulary: exact thresholds, then one inverse CDF.
 
-Every pass over the vocabulary is a *fold*: a row of n values is cut into at most 32 slices of
-equal length L, and the slices are combined elementwise into one array of L *lanes* (lane l holds
-the values l, l + L, l + 2L, …). Folds vectorise on a CPU and coalesce on a GPU, and since the order of
-additions is written down, a row's result does not depend on how many rows there are.
+A row of n values is read as 32 slices of n / 32 *lanes*: lane l holds the values l, l + L, l + 2L, …
+Reducing over the slices vectorises on a CPU and coalesces on a GPU. Sums of floats are folds, whose
+order of additions is written down, so that a row's result does not depend on how many rows
+there are.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 DEPTH = 32
-"""Values per lane."""
+"""Values per lane; the width of every array of logits here is a multiple of it."""
 CANDIDATE_LANES = 64
 """Lanes that the fast path keeps: enough for any top_k up to this number."""
 SEARCH_ROWS = 16
@@ -46,54 +46,73 @@ class Draw(NamedTuple):
         """bool[R]: rows that keep only part of the vocabulary."""
         return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
 
-
-def fold(
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
-    term: Callable[[jax.Array, int], jax.Array],
-    values: jax.Array,
-    size: int,
-    fill: float = -jnp.inf,
-) -> jax.Array:
-    """Folds ``values[..., :size]`` into lanes: ``combine`` over ``term(slice, offset)``.
-
-    ``offset`` is the index of the slice's first value; lanes past ``size`` see ``fill``.
-    Returns [..., L], or [..., J, L] if ``term`` adds an axis.
-    """
-    lanes = -(-size // DEPTH)
-    result = None
-    for start in range(0, size, lanes):
-        part = values[..., start : min(start + lanes, size)]
-        if part.shape[-1] < lanes:
-            padding = [(0, 0)] * (part.ndim - 1) + [(0, lanes - part.shape[-1])]
-            part = jnp.pad(part, padding, constant_values=fill)
-        value = term(part, start)
-        result = value if result is None else combine(result, value)
-    # Without the barrier the fold is inlined into its reader and no longer vectorised.
-    return lax.optimization_barrier(result)
+    def only(self, rows: jax.Array) -> "Draw":
+        """With top-k, top-p and min-p off outside of ``rows`` bool[R]."""
+        return self._replace(
+            top_k=jnp.where(rows, self.top_k, 0),
+            top_p=jnp.where(rows, self.top_p, 1.0),
+            min_p=jnp.where(rows, self.min_p, 0.0),
+        )
 
 
-def fold_sum(values: jax.Array) -> jax.Array:
-    """f32[..., n] -> f32[...]: the sum in a fixed order."""
-    while values.shape[-1] > 1:
-        values = fold(jnp.add, lambda part, _: part, values, values.shape[-1], 0.0)
-    return values[..., 0]
+def pad_to_depth(values: jax.Array, fill: float = -jnp.inf) -> jax.Array:
+    """[..., n] with ``fill`` appended until n is a multiple of DEPTH."""
+    missing = -values.shape[-1] % DEPTH
+    return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)], constant_values=fill) if missing else values
 
 
-def lane_maxima(logits: jax.Array, size: int) -> jax.Array:
+def slices(values: jax.Array) -> jax.Array:
+    """[..., n] -> [..., DEPTH, n / DEPTH]; a lane runs down the second last axis."""
+    return values.reshape(*values.shape[:-1], DEPTH, -1)
+
+
+# The barriers keep one pass from being inlined into the next, which then would not be vectorised.
+
+
+def lane_maxima(logits: jax.Array) -> jax.Array:
     """f32[R, V] -> f32[R, L]."""
-    return fold(jnp.maximum, lambda part, _: part, logits, size)
+    return lax.optimization_barrier(jnp.max(slices(logits), axis=-2))
 
 
-def first_index_of(logits: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """i32[R]: where each row of ``logits[:, :size]`` first equals ``value`` (0 if nowhere: a row of NaN)."""
-
-    def term(part: jax.Array, offset: int) -> jax.Array:
-        index = lax.broadcasted_iota(jnp.int32, part.shape, 1) + offset
-        return jnp.where(part == value[:, None], index, size)
-
-    # The fill can equal a row's maximum only where all is -inf; its index is then beyond an earlier one.
-    found = jnp.min(fold(jnp.minimum, term, logits, size), axis=-1)
+def first_index_of(logits: jax.Array, value: jax.Array) -> jax.Array:
+    """i32[R]: where each row of logits f32[R, V] first equals value f32[R]; 0 if nowhere."""
+    size = logits.shape[1]
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    lanes = jnp.min(slices(jnp.where(logits == value[:, None], index, size)), axis=-2)
+    found = jnp.min(lax.optimization_barrier(lanes), axis=-1)
     return jnp.where(found < size, found, 0)
+
+
+def _lane_counts(flags: jax.Array) -> jax.Array:
+    """bool[..., n] -> i32[..., n / DEPTH]"""
+    return lax.optimization_barrier(jnp.sum(slices(flags), axis=-2, dtype=jnp.int32))
+
+
+def count(flags: jax.Array) -> jax.Array:
+    """bool[..., n] -> i32[...]: how many are true."""
+    return jnp.sum(_lane_counts(flags), axis=-1)
+
+
+def lane_sums(values: jax.Array) -> jax.Array:
+    """f32[..., n] -> f32[..., n / DEPTH], added in order."""
+    parts = slices(values)
+    total = parts[..., 0, :]
+    for step in range(1, DEPTH):
+        total = total + parts[..., step, :]
+    return lax.optimization_barrier(total)
+
+
+def ordered_sum(values: jax.Array) -> jax.Array:
+    """f32[..., n] -> f32[...], added in an order that depends on n alone."""
+    while (size := values.shape[-1]) > 1:
+        depth = min(size, DEPTH if size > 8 * DEPTH else 8)
+        missing = [(0, 0)] * (values.ndim - 1) + [(0, -size % depth)]
+        parts = jnp.pad(values, missing).reshape(*values.shape[:-1], depth, -1)
+        values = parts[..., 0, :]
+        for step in range(1, depth):
+            values = values + parts[..., step, :]
+        values = lax.optimization_barrier(values)
+    return values[..., 0]
 
 
 def uniform_per_row(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
@@ -119,8 +138,8 @@ def _from_key(key: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _largest_key(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, trips: int) -> jax.Array:
-    """u32[R]: the largest key in [low, high) at which ``holds`` is true.
+def _largest(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, trips: int) -> jax.Array:
+    """f32[R]: the largest float whose key is in [low, high) (u32[R]) and for which ``holds`` is true.
 
     ``holds`` maps thresholds f32[R, 3] to bool[R, 3]; it is true up to some threshold and false
     above. It is taken to be true at ``low`` and false at ``high``; rows with low == high return low.
@@ -132,48 +151,37 @@ def _largest_key(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: 
         offsets = jnp.minimum(quarter[:, None] * jnp.arange(5, dtype=jnp.uint32), width[:, None])  # [R, 5]
         inner = offsets[:, 1:4]
         true = holds(_from_key(low[:, None] + inner)) & (inner < width[:, None])
-        passed = jnp.sum(true, axis=1, dtype=jnp.int32)[:, None]
-        step = jnp.take_along_axis(offsets, passed, axis=1)[:, 0]
-        end = jnp.take_along_axis(offsets, passed + 1, axis=1)[:, 0]
-        return low + step, low + end
+        # The true ones come first: where they end is the new interval.
+        start = jnp.max(jnp.where(true, inner, 0), axis=1)
+        end = jnp.min(jnp.where(true, width[:, None], inner), axis=1)
+        return low + start, low + jnp.minimum(end, width)
 
-    return lax.fori_loop(0, trips, narrow, (low, high))[0]
+    return _from_key(lax.fori_loop(0, trips, narrow, (low, high))[0])
 
 
 def _count_at_least(values: jax.Array, thresholds: jax.Array) -> jax.Array:
     """i32[R, J]: how many of values f32[R, n] are >= thresholds f32[R, J]."""
-
-    def term(part: jax.Array, _: int) -> jax.Array:
-        return (part[:, None, :] >= thresholds[:, :, None]).astype(jnp.int32)
-
-    # NaN as filling: at least nothing.
-    return jnp.sum(fold(jnp.add, term, values, values.shape[1], jnp.nan), axis=-1)
+    return count(values[:, None, :] >= thresholds[:, :, None])
 
 
 def _mass_at_least(weights: jax.Array, thresholds: jax.Array) -> jax.Array:
     """f32[R, J]: the sum of those of weights f32[R, n] that are >= thresholds f32[R, J]."""
-
-    def term(part: jax.Array, _: int) -> jax.Array:
-        part = part[:, None, :]
-        return jnp.where(part >= thresholds[:, :, None], part, 0.0)
-
-    return fold_sum(fold(jnp.add, term, weights, weights.shape[1], 0.0))
+    each = weights[:, None, :]
+    return ordered_sum(lane_sums(jnp.where(each >= thresholds[:, :, None], each, 0.0)))
 
 
 def kth_largest(values: jax.Array, k: jax.Array, maximum: jax.Array) -> jax.Array:
     """f32[R]: the largest t such that at least k of values f32[R, n] are >= t; -inf where k i32[R] is 0."""
     low = jnp.full(k.shape, _to_key(jnp.float32(-jnp.inf)))
     high = jnp.where(k > 0, _to_key(maximum) + 1, low)
-    key = _largest_key(lambda t: _count_at_least(values, t) >= k[:, None], low, high, _COUNT_TRIPS)
-    return _from_key(key)
+    return _largest(lambda t: _count_at_least(values, t) >= k[:, None], low, high, _COUNT_TRIPS)
 
 
 def _nucleus(weights: jax.Array, mass: jax.Array, active: jax.Array) -> jax.Array:
     """f32[R]: the largest t such that weights f32[R, n] (in [0, 1]) >= t sum to at least ``mass``; else 0."""
     low = jnp.full(mass.shape, _to_key(jnp.float32(0.0)))
     high = jnp.where(active, _to_key(jnp.float32(1.0)) + 1, low)
-    key = _largest_key(lambda t: _mass_at_least(weights, t) >= mass[:, None], low, high, _MASS_TRIPS)
-    return _from_key(key)
+    return _largest(lambda t: _mass_at_least(weights, t) >= mass[:, None], low, high, _MASS_TRIPS)
 
 
 def weights_of(logits: jax.Array, draw: Draw) -> jax.Array:
@@ -181,33 +189,37 @@ def weights_of(logits: jax.Array, draw: Draw) -> jax.Array:
     return jnp.exp((logits - draw.maximum[:, None]) / draw.temperature[:, None])
 
 
-def total_weight(logits: jax.Array, draw: Draw, size: int) -> jax.Array:
-    """f32[R]: the sum of ``weights_of(logits[:, :size])``."""
-    return fold_sum(fold(jnp.add, lambda part, _: weights_of(part, draw), logits, size))
+def total_weight(logits: jax.Array, draw: Draw) -> jax.Array:
+    """f32[R]: the sum of ``weights_of``."""
+    return ordered_sum(lane_sums(weights_of(logits, draw)))
 
 
-def thresholds(logits: jax.Array, draw: Draw, total: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """What to keep of logits f32[R, n]: those >= the first result whose weights are >= the second; f32[R] each.
+def least_kept(logits: jax.Array, draw: Draw, total: jax.Array | None = None) -> jax.Array:
+    """f32[R]: the smallest of logits f32[R, n] to keep; -inf where all are.
 
     top-k first, then top-p over the mass that top-k kept, then min-p; ties at a threshold stay.
-    ``total``: the mass that rows without top-k refer to, if not that of these logits.
+    ``total`` f32[R]: the mass that rows without top-k refer to, if not that of these logits.
     """
     rows = draw.top_k.shape
-    least_logit = lax.cond(
+    by_count = lax.cond(
         jnp.any(draw.top_k > 0),
         lambda: kth_largest(logits, draw.top_k, draw.maximum),
         lambda: jnp.full(rows, -jnp.inf, jnp.float32),
     )
+    restricts = (draw.top_p < 1.0) | (draw.min_p > 0.0)
 
-    def search() -> jax.Array:
-        weights = jnp.where(logits >= least_logit[:, None], weights_of(logits, draw), 0.0)
-        kept = _mass_at_least(weights, jnp.zeros((*rows, 1), jnp.float32))[:, 0]
+    def by_weight() -> jax.Array:
+        weights = jnp.where(logits >= by_count[:, None], weights_of(logits, draw), 0.0)
+        mass = ordered_sum(lane_sums(weights))
         if total is not None:
-            kept = jnp.where(draw.top_k > 0, kept, total)
-        return _nucleus(weights, draw.top_p * kept, draw.top_p < 1.0)
+            mass = jnp.where(draw.top_k > 0, mass, total)
+        least = jnp.maximum(_nucleus(weights, draw.top_p * mass, draw.top_p < 1.0), draw.min_p)
+        # Back to a logit, since another kernel may round the weights differently.
+        kept = (weights >= least[:, None]) & (weights > 0.0)
+        lowest = jnp.min(slices(jnp.where(kept, logits, jnp.inf)), axis=-2)
+        return jnp.where(restricts, jnp.min(lax.optimization_barrier(lowest), axis=-1), by_count)
 
-    least_weight = lax.cond(jnp.any(draw.top_p < 1.0), search, lambda: jnp.zeros(rows, jnp.float32))
-    return least_logit, jnp.maximum(least_weight, draw.min_p)
+    return lax.cond(jnp.any(restricts), by_weight, lambda: by_count)
 
 
 def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -222,43 +234,38 @@ def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     hit = jnp.min(jnp.where(possible & (cumulative > target[:, None]), index, size), axis=1)
     last = jnp.max(jnp.where(possible, index, 0), axis=1)
     chosen = jnp.where(hit < size, hit, last)
-    before = jnp.take_along_axis(cumulative, jnp.maximum(chosen - 1, 0)[:, None], axis=1)[:, 0]
-    return chosen, target - jnp.where(chosen > 0, before, 0.0)
+    before = jnp.max(jnp.where(index < chosen[:, None], cumulative, 0.0), axis=1)
+    return chosen, target - before
 
 
-def draw_index(logits: jax.Array, draw: Draw, least_logit: jax.Array, least_weight: jax.Array, size: int) -> jax.Array:
-    """i32[R]: an index into ``logits[:, :size]``, drawn from the kept ones with one uniform number per row.
+def draw_index(logits: jax.Array, draw: Draw, least: jax.Array) -> jax.Array:
+    """i32[R]: an index into logits f32[R, V], drawn from those >= least f32[R] with one uniform number per row.
 
     Two sums of sums, then down again: a group of lanes, a lane, a value.
     """
 
     def kept(part: jax.Array) -> jax.Array:
-        weights = weights_of(part, draw)
-        return jnp.where((part >= least_logit[:, None]) & (weights >= least_weight[:, None]), weights, 0.0)
+        return jnp.where(part >= least[:, None], weights_of(part, draw), 0.0)
 
-    lanes = fold(jnp.add, lambda part, _: kept(part), logits, size)
-    groups = fold(jnp.add, lambda part, _: part, lanes, lanes.shape[1], 0.0)
-    group, left = _pick(groups, draw.uniform * fold_sum(groups))
+    lanes = pad_to_depth(lane_sums(kept(logits)), 0.0)
+    groups = lane_sums(lanes)
+    group, left = _pick(groups, draw.uniform * ordered_sum(groups))
     lane_ids = group[:, None] + groups.shape[1] * jnp.arange(DEPTH)
-    lane, left = _pick(jnp.take_along_axis(lanes, lane_ids, axis=1, mode="fill", fill_value=0.0), left)
-    lane = jnp.take_along_axis(lane_ids, lane[:, None], axis=1)
-    ids = lane + lanes.shape[1] * jnp.arange(DEPTH)
-    ids = jnp.where(ids < size, ids, logits.shape[1])
-    value, _ = _pick(kept(jnp.take_along_axis(logits, ids, axis=1, mode="fill", fill_value=-jnp.inf)), left)
-    chosen = jnp.take_along_axis(ids, value[:, None], axis=1)[:, 0]
-    return jnp.minimum(chosen, size - 1)
+    place, left = _pick(jnp.take_along_axis(lanes, lane_ids, axis=1), left)
+    lane = group + groups.shape[1] * place
+    ids = lane[:, None] + logits.shape[1] // DEPTH * jnp.arange(DEPTH)
+    place, _ = _pick(kept(jnp.take_along_axis(logits, ids, axis=1, mode="clip")), left)
+    return lane + logits.shape[1] // DEPTH * place
 
 
-def gather_lanes(logits: jax.Array, lane_ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """The values of some lanes and their ids: f32[R, C * DEPTH] and i32[R, C * DEPTH].
+def gather_lanes(logits: jax.Array, lane_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The values of lanes i32[R, C] and their ids: f32[R, C * DEPTH] and i32[R, C * DEPTH].
 
-    ``lane_ids`` i32[R, C]; a lane that does not exist and ids past ``size`` give -inf and id V.
-    Ids ascend if ``lane_ids`` do.
+    Lanes past the last give -inf. Ids ascend if ``lane_ids`` do.
     """
-    lanes = -(-size // DEPTH)
+    lanes = logits.shape[1] // DEPTH
     ids = lane_ids[:, None, :] + lanes * jnp.arange(DEPTH)[None, :, None]  # [R, DEPTH, C]
-    exists = (lane_ids[:, None, :] < lanes) & (ids < size)
-    ids = jnp.where(exists, ids, logits.shape[1]).reshape(lane_ids.shape[0], -1)
+    ids = jnp.where(lane_ids[:, None, :] < lanes, ids, logits.shape[1]).reshape(lane_ids.shape[0], -1)
     return jnp.take_along_axis(logits, ids, axis=1, mode="fill", fill_value=-jnp.inf), ids
 
 
@@ -269,76 +276,58 @@ def _indices_of(mask: jax.Array, limit: int) -> jax.Array:
     return jax.vmap(lambda row: jnp.searchsorted(row, wanted))(ranks).astype(jnp.int32)
 
 
-def draw_from_candidates(logits: jax.Array, draw: Draw, maxima: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Draws from the lanes with the largest maxima f32[R, L], where that is enough to be exact.
+def least_of_candidates(logits: jax.Array, draw: Draw, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``least_kept`` from the lanes with the largest maxima f32[R, L], where that is enough to be exact.
 
     With t the 64th largest maximum, every logit >= t lies in a lane whose maximum is >= t. If all
-    that a row keeps is >= t, those few lanes decide it. Returns (ids i32[R], decided bool[R]).
+    that a row keeps is >= t, those few lanes decide it. Returns (least f32[R], decided bool[R]).
     """
-    rows, count = maxima.shape
-    least = kth_largest(maxima, jnp.full(rows, min(CANDIDATE_LANES, count), jnp.int32), draw.maximum)
-    chosen = (maxima >= least[:, None]) & (maxima > -jnp.inf)
-    values, ids = gather_lanes(logits, _indices_of(chosen, CANDIDATE_LANES), size)
+    rows = maxima.shape[0]
+    bound = kth_largest(pad_to_depth(maxima), jnp.full(rows, CANDIDATE_LANES, jnp.int32), draw.maximum)
+    chosen = (maxima >= bound[:, None]) & (maxima > -jnp.inf)
+    values, _ = gather_lanes(logits, _indices_of(chosen, CANDIDATE_LANES))
     complete = jnp.sum(chosen, axis=1, dtype=jnp.int32) <= CANDIDATE_LANES
 
     needs_total = (draw.top_k <= 0) & (draw.top_p < 1.0)
-    total = lax.cond(
-        jnp.any(needs_total), lambda: total_weight(logits, draw, size), lambda: jnp.zeros(rows, jnp.float32)
-    )
-    weight = weights_of(least[:, None], draw)  # [R, 1]
+    total = lax.cond(jnp.any(needs_total), lambda: total_weight(logits, draw), lambda: jnp.zeros(rows, jnp.float32))
+    weight = weights_of(bound[:, None], draw)  # [R, 1]
     covered = _mass_at_least(weights_of(values, draw), weight)[:, 0]
     enough_mass = (draw.top_p < 1.0) & (covered >= draw.top_p * total)
-    enough_count = _count_at_least(values, least[:, None])[:, 0] >= draw.top_k
-    without_k = enough_mass | (draw.min_p >= weight[:, 0])
-    decided = complete & draw.truncates & jnp.where(draw.top_k > 0, enough_count, without_k)
-
-    least_logit, least_weight = thresholds(values, draw, total)
-    index = draw_index(values, draw, least_logit, least_weight, values.shape[1])
-    # A row with nothing to draw from may have picked a place that stands for no id.
-    return jnp.minimum(jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0], size - 1), decided
+    enough_count = _count_at_least(values, bound[:, None])[:, 0] >= draw.top_k
+    decided = jnp.where(draw.top_k > 0, enough_count, enough_mass | (draw.min_p >= weight[:, 0]))
+    return least_kept(values, draw, total), complete & draw.truncates & decided
 
 
-def _thresholds_of_rows(logits: jax.Array, draw: Draw, size: int) -> tuple[jax.Array, jax.Array]:
-    """``thresholds(logits[:, :size])``, computed for those rows only that truncate."""
+def _least_by_groups(logits: jax.Array, draw: Draw) -> jax.Array:
+    """``least_kept``, computed only for rows that truncate, a few at a time."""
     num_rows = logits.shape[0]
     group = min(SEARCH_ROWS, num_rows)
-    count = jnp.sum(draw.truncates, dtype=jnp.int32)
+    total = jnp.sum(draw.truncates, dtype=jnp.int32)
     order = jnp.pad(_indices_of(draw.truncates[None], num_rows)[0], (0, group), constant_values=num_rows)
 
-    def search(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        start, least_logit, least_weight = carry
+    def search(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start, least = carry
         rows = lax.dynamic_slice(order, (start,), (group,))
-        options = Draw(*(field.at[rows].get(mode="fill", fill_value=1) for field in draw))
-        options = options._replace(top_k=draw.top_k.at[rows].get(mode="fill", fill_value=0))
-        found = thresholds(logits.at[rows].get(mode="fill", fill_value=0.0)[:, :size], options)
-        least_logit = least_logit.at[rows].set(found[0], mode="drop")
-        return start + group, least_logit, least_weight.at[rows].set(found[1], mode="drop")
+        part = Draw(*(field.at[rows].get(mode="clip") for field in draw)).only(rows < num_rows)
+        found = least_kept(logits.at[rows].get(mode="clip"), part)
+        return start + group, least.at[rows].set(found, mode="drop")
 
-    none = (jnp.int32(0), jnp.full(num_rows, -jnp.inf, jnp.float32), jnp.zeros(num_rows, jnp.float32))
-    return lax.while_loop(lambda carry: carry[0] < count, search, none)[1:]
+    none = jnp.full(num_rows, -jnp.inf, jnp.float32)
+    return lax.while_loop(lambda carry: carry[0] < total, search, (jnp.int32(0), none))[1]
 
 
-def draw_tokens(logits: jax.Array, draw: Draw, wanted: jax.Array, maxima: jax.Array, size: int) -> jax.Array:
-    """i32[R]: ids below ``size``, drawn for the rows ``wanted`` bool[R]; of the others nothing is said.
+def draw_tokens(logits: jax.Array, draw: Draw, maxima: jax.Array) -> jax.Array:
+    """i32[R]: one index into each row of logits f32[R, V]; ``maxima`` f32[R, L] are their ``lane_maxima``.
 
-    From few candidates where they decide a row, else from the whole vocabulary. ``maxima`` f32[R, L]
-    are the ``lane_maxima`` of logits f32[R, V].
+    What to keep is decided by few candidates where they are enough, else by the whole vocabulary.
     """
-    nothing = (jnp.zeros(wanted.shape, jnp.int32), jnp.zeros(wanted.shape, jnp.bool_))
-    quick_ids, decided = nothing
-    if maxima.shape[1] > CANDIDATE_LANES:
-        quick_ids, decided = lax.cond(
-            jnp.any(draw.truncates), lambda: draw_from_candidates(logits, draw, maxima, size), lambda: nothing
-        )
-    pending = wanted & ~decided
-    rest = draw._replace(
-        top_k=jnp.where(pending, draw.top_k, 0),
-        top_p=jnp.where(pending, draw.top_p, 1.0),
-        min_p=jnp.where(pending, draw.min_p, 0.0),
-    )
+    keep_all = jnp.full(draw.top_k.shape, -jnp.inf, jnp.float32)
 
-    def from_all() -> jax.Array:
-        least_logit, least_weight = _thresholds_of_rows(logits, rest, size)
-        return draw_index(logits, rest, least_logit, least_weight, size)
+    def truncated() -> jax.Array:
+        if maxima.shape[1] <= CANDIDATE_LANES:
+            return _least_by_groups(logits, draw)
+        least, decided = least_of_candidates(logits, draw, maxima)
+        return jnp.where(decided, least, _least_by_groups(logits, draw.only(~decided)))
 
-    return jnp.where(decided, quick_ids, lax.cond(jnp.any(pending), from_all, lambda: nothing[0]))
+    least = lax.cond(jnp.any(draw.truncates), truncated, lambda: keep_all)
+    return draw_index(logits, draw, least)

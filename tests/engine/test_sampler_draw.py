@@ -17,12 +17,11 @@ from octavo.engine.sampler_search import (
     DEPTH,
     Draw,
     _pick,
-    draw_from_candidates,
     draw_tokens,
     kth_largest,
     lane_maxima,
-    thresholds,
-    weights_of,
+    least_kept,
+    least_of_candidates,
 )
 
 VOCAB = 4099
@@ -40,9 +39,9 @@ class Case:
 
 
 def make_logits(kind: str) -> np.ndarray:
-    """f32[WIDTH]; ids from VOCAB on would win if they were looked at."""
+    """f32[WIDTH], -inf from VOCAB on, as the sampler hands it over."""
     rng = np.random.default_rng(5)
-    row = np.full(WIDTH, 50.0, np.float32)
+    row = np.full(WIDTH, -np.inf, np.float32)
     body = rng.normal(size=VOCAB).astype(np.float32) * np.float32(2.5)
     if kind == "peaked":
         body *= 2
@@ -91,8 +90,7 @@ def make_draw(case: Case, maximum: float, uniform: np.ndarray) -> Draw:
 
 @jax.jit
 def grid_draw(logits: jax.Array, draw: Draw) -> jax.Array:
-    wanted = jnp.ones(logits.shape[0], bool)
-    return draw_tokens(logits, draw, wanted, lane_maxima(logits, VOCAB), VOCAB)
+    return draw_tokens(logits, draw, lane_maxima(logits))
 
 
 def counts_of(row: np.ndarray, case: Case) -> np.ndarray:
@@ -178,17 +176,14 @@ def test_top_p_refers_to_what_top_k_kept() -> None:
 def test_thresholds_keep_exactly_the_set_of_a_sort() -> None:
     """Every kept token, however unlikely."""
     case = Case("normal", 700, 0.95, 0.01, 1.7)
-    row = make_logits("normal")[:VOCAB]
-    draw = make_draw(case, row.max(), np.zeros(1))
-    least_logit, least_weight = (float(t[0]) for t in thresholds(jnp.asarray(row)[None], draw))
-    assert least_logit == np.sort(row)[-700]
-    weights = np.asarray(weights_of(jnp.asarray(row)[None], draw))[0]
-    kept = (row >= least_logit) & (weights >= least_weight)
-    np.testing.assert_array_equal(kept, reference(make_logits("normal"), case) > 0)
+    row = make_logits("normal")
+    least = float(jax.jit(least_kept)(jnp.asarray(row)[None], make_draw(case, row.max(), np.zeros(1)))[0])
+    np.testing.assert_array_equal(row[:VOCAB] >= least, reference(row, case) > 0)
 
 
 def test_kth_largest_is_exact_for_every_k() -> None:
-    values = np.array([[3.0, -0.0, 0.0, -7.5, 3.0, 1e-30, -np.inf, 5e37]], np.float32)
+    values = np.full((1, DEPTH), -np.inf, np.float32)
+    values[0, 3:10] = [3.0, -0.0, 0.0, -7.5, 3.0, 1e-30, 5e37]
     expected = np.sort(values[0])[::-1]
     for k in range(1, 8):
         found = kth_largest(jnp.asarray(values), jnp.array([k]), jnp.array([5e37], jnp.float32))
@@ -209,11 +204,12 @@ def test_candidates_decide_small_k_and_leave_the_rest() -> None:
         uniform=jnp.full(6, 0.5),
     )
     logits = jnp.asarray(rows)
-    ids, decided = jax.jit(lambda x, draw: draw_from_candidates(x, draw, lane_maxima(x, VOCAB), VOCAB))(logits, draw)
+    least, decided = jax.jit(lambda x, draw: least_of_candidates(x, draw, lane_maxima(x)))(logits, draw)
     assert decided.tolist() == [True, True, False, True, False, False]
     assert -(-VOCAB // DEPTH) > CANDIDATE_LANES
     for row, top_k, top_p in ((0, 50, 0.9), (1, 64, 1.0), (3, 0, 0.2)):
-        assert reference(rows[row], Case("normal", top_k, top_p))[int(ids[row])] > 0
+        kept = reference(rows[row], Case("normal", top_k, top_p)) > 0
+        assert float(least[row]) == rows[row, :VOCAB][kept].min()
 
 
 @pytest.mark.parametrize("largest", [1 - 2.0**-24, 1.0, 2.0])
