@@ -11,6 +11,7 @@ from aiohttp import web
 
 from ..engine.args import EngineArgs
 from ..engine.errors import ConfigError
+from .access_log import AccessLog
 from .app import make_app
 from .engine_client import EngineClient, EngineFactory
 from .logging import RequestLog, log_stats_forever
@@ -77,14 +78,13 @@ class Server:
 
     async def open_port(self) -> None:
         """Listens. Raises OSError. ``port`` 0 takes any free one; ``bound_port`` tells which."""
-        access_log = None if self.options.disable_access_log else logger
         # handler_cancellation: a client that leaves cancels its handler, which aborts its request (rule R23).
         self._runner = web.AppRunner(
             make_app(self.state),
             handler_cancellation=True,
             shutdown_timeout=ABORT_WAIT_S,
-            access_log=access_log,
-            access_log_format='%a "%r" %s %Tf s',
+            access_log=None if self.options.disable_access_log else logger,
+            access_log_class=AccessLog,
         )
         await self._runner.setup()
         options = self.options
