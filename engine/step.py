@@ -15,9 +15,10 @@ from ..models.decoder import merge
 from .buckets import Bucket
 from .device_state import DeviceState
 from .input_batch import LAST_TOKEN, NUM_FLOAT_PARAMS, ROW_PARAMS, PackedLayout
-from .sampler import NUM_TOP_LOGPROBS, SamplerOutput, SamplingInputs, prompt_logprobs, sample
+from .sampler import SamplerOutput, SamplingInputs, prompt_logprobs, sample
+from .sampling_params import MAX_LOGPROBS
 
-OUTPUT_WIDTH = 4 + 2 * NUM_TOP_LOGPROBS
+OUTPUT_WIDTH = 4 + 2 * MAX_LOGPROBS
 """Columns of a step's result: token id, finite, logprob bits, rank, 20 ids, 20 logprobs' bits."""
 PROMPT_LOGPROB_ROWS = 256
 """Hidden rows per call of the prompt logprobs program."""
