@@ -35,7 +35,11 @@ DEVICE_HALF = {
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "orbax"}
 JAX_FREE_MODELS = {"models.config", "models.errors"}
 """Modules of ``models`` without jax, which the host half may read."""
-LAZY_IMPORTS = {("__init__.py", "__getattr__"), ("models/architectures/__init__.py", "get_architecture")}
+LAZY_IMPORTS = {
+    ("__init__.py", "__getattr__"),
+    ("models/architectures/__init__.py", "get_architecture"),
+    ("serving/cli.py", "_load"),
+}
 """(file, function) that may import when called: the lazy registries."""
 ENVIRONMENT_READERS = {"serving/cli.py"}
 ENVIRONMENT_WRITERS = {"engine/launch.py"}
