@@ -4,7 +4,7 @@ A freed block keeps its content and its key until it is issued again, so free bl
 prefix cache; the free queue is in least-recently-used order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class Block:
@@ -61,7 +61,7 @@ class FreeQueue:
         self.remove(block)
         return block
 
-    def __iter__(self) -> "Iterable[Block]":  # type: ignore[misc]
+    def __iter__(self) -> Iterator[Block]:
         block = self._head.next_free
         while block is not None and block is not self._tail:
             yield block

@@ -58,6 +58,4 @@ class BucketTable:
         for bucket in self.decode if decode_only else self.mixed:
             if num_tokens <= bucket.num_tokens and num_rows <= bucket.num_rows:
                 return bucket
-        raise AssertionError(
-            f"no bucket for {num_tokens} tokens in {num_rows} rows: the scheduler overran its limits"
-        )
+        raise AssertionError(f"no bucket for {num_tokens} tokens in {num_rows} rows: the scheduler overran its limits")

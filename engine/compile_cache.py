@@ -31,7 +31,7 @@ class CompileCounter:
     def after_ready(self) -> int:
         return self.total - self._baseline
 
-    def _on_event(self, event: str, duration_s: float, **details: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event == _COMPILE_EVENT:
             self.total += 1
 

@@ -8,7 +8,7 @@ from .admission import check_fits
 from .config import EngineConfig
 from .errors import RequestError
 from .messages import EngineRequest
-from .sampling_params import SamplingParams, is_int
+from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 MAX_SALT_CHARS = 1024
@@ -74,24 +74,28 @@ class InputProcessor:
             known = {"prompt", "prompt_token_ids"}
             if unknown := set(prompt) - known:
                 raise RequestError(f"a prompt has no field {sorted(unknown)[0]!r}; known: {sorted(known)}", "prompt")
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            text: Any = prompt.get("prompt")
+            ids: Any = prompt.get("prompt_token_ids")
             if ids is None and text is None:
                 raise RequestError("a prompt needs the field prompt or prompt_token_ids", "prompt")
-            return text, self._tokens(ids if ids is not None else text)[1]
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"prompt must be a text, got {type(text).__name__}", "prompt")
+            given: Any = text if ids is None else ids
+            return text, self._tokens(given)[1]
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; this engine has none: pass token ids", "prompt")
             return prompt, self._tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise RequestError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}", "prompt")
-        vocab_size = self._config.vocab_size
-        for token_id in prompt:
-            if not is_int(token_id) or not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"prompt: {token_id!r} is not a token id of this model's vocabulary of {vocab_size} tokens",
-                    "prompt",
-                )
-        return None, list(prompt)
+        return None, [self._checked_id(token_id) for token_id in prompt]
+
+    def _checked_id(self, token_id: object) -> int:
+        """Refuses what is not an id of the vocabulary: the device would clamp it in silence (case SP-4)."""
+        size = self._config.vocab_size
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < size:
+            raise RequestError(f"prompt: {token_id!r} is not a token id; this model has ids 0 to {size - 1}", "prompt")
+        return token_id
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         config = self._config

@@ -90,8 +90,8 @@ def launch_core(config: EngineConfig, frontend: Frontend, *, progress: bool = Tr
     decoder_config, dtype, config = _derive(config, frontend, platform)
     mesh = Mesh(np.array(jax.devices()[: config.tensor_parallel_size]), ("tp",), axis_types=(AxisType.Auto,))
     implementation = select_implementation(platform, config.attention_backend)
-    graphdef, _ = abstract_params(decoder_config, dtype, implementation)
     try:
+        graphdef, _ = abstract_params(decoder_config, dtype, implementation, mesh)
         params = load_params(
             resolved.path,
             get_architecture(resolved.config.architecture),

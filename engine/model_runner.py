@@ -1,6 +1,7 @@
 """Dispatches plans to the device and reads results late."""
 
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -77,9 +78,9 @@ class ModelRunner:
     def resolve(self, handle: StepHandle) -> SampledRows:
         """Waits for a step's results and splits them by field."""
         table = np.asarray(handle.result)
-        sampled = SampledRows(**_split_result(table), finite=table[:, 1] != 0, token_ids=table[:, 0])
+        sampled = SampledRows(token_ids=table[:, 0], finite=table[:, 1] != 0, **_logprob_fields(table))
         for scores in handle.prompt_scores:
-            fields = _split_result(np.asarray(scores.result)[: len(scores.token_ids)])
+            fields = _logprob_fields(np.asarray(scores.result)[: len(scores.token_ids)])
             part = PromptLogprobs(first=scores.first, token_ids=np.array(scores.token_ids), **fields)
             before = sampled.prompt_logprobs.get(scores.entry)
             sampled.prompt_logprobs[scores.entry] = part if before is None else _join(before, part)
@@ -121,7 +122,14 @@ class ModelRunner:
             handle.prompt_scores.append(PromptScores(entry, at + 1, targets, result))
 
 
-def _split_result(table: np.ndarray) -> dict[str, np.ndarray]:
+class _LogprobFields(TypedDict):
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_token_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+def _logprob_fields(table: np.ndarray) -> _LogprobFields:
     top = 4 + MAX_LOGPROBS
     return {
         "logprobs": np.ascontiguousarray(table[:, 2]).view(np.float32),

@@ -77,9 +77,7 @@ class Programs:
             futures = {pool.submit(job): name for name, job in jobs}
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                progress(
-                    f"compiled {futures[future]} ({done} of {len(jobs)}, {time.monotonic() - started:.1f} s since start)"
-                )
+                progress(f"compiled {futures[future]}, {done} of {len(jobs)}, after {time.monotonic() - started:.1f} s")
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """Device memory that a bucket's program needs besides its arguments and results."""

@@ -92,7 +92,7 @@ class Scheduler:
 
     def abort(self, abort: AbortRequest) -> list[ChoiceOutput]:
         """Ends a request or one choice of it, whatever state it is in; unknown ids give nothing."""
-        choices = self._choices.get(abort.request_id, {})
+        choices = self._choices.get(abort.request_id, OrderedDict[int, Request]())
         doomed = [c for c in choices.values() if abort.index is None or c.index == abort.index]
         outputs = []
         for request in doomed:
