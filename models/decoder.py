@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ..pallas_kernels.dispatch import Implementation
 from .attention_metadata import AttentionMetadata
@@ -27,19 +27,16 @@ from .layers.embedding import Embedding
 from .layers.mlp import MLP
 from .layers.norm import RMSNorm
 from .layers.rope import RopeTable, rope_table
+from .sharding import TP_AXIS, Placement
 
 Params = dict[str, Any]
 """The plain parameter tree described above; leaves are arrays or ShapeDtypeStructs."""
-TP_AXIS = "tp"
-"""Mesh axis of tensor parallelism."""
 
 
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each with its norms and residual."""
 
-    def __init__(
-        self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, implementation: Implementation
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, placement: Placement) -> None:
         if layer.moe is not None:
             raise ModelConfigError("mixture-of-experts layers are not supported")
 
@@ -50,9 +47,9 @@ class DecoderLayer(nnx.Module):
 
         before, after = config.norm_placement in ("pre", "both"), config.norm_placement in ("post", "both")
         self.attention_norm, self.attention_post_norm = norm(before), norm(after)
-        self.attention = Attention(config, layer, dtype=dtype, implementation=implementation)
+        self.attention = Attention(config, layer, dtype=dtype, placement=placement)
         self.mlp_norm, self.mlp_post_norm = norm(before), norm(after)
-        self.mlp = MLP(config, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, num_shards=placement.num_shards)
         self.residual_multiplier = config.residual_multiplier
 
     def __call__(
@@ -87,15 +84,24 @@ def _run_layer(
 class Decoder(nnx.Module):
     """Embedding, layers, final norm, logits. Parameters are zeros until ``merge`` puts a checkpoint's in.
 
-    Raises ModelConfigError for a config that asks for what the forward pass does not do.
+    With a ``mesh`` of several devices along "tp", heads and rows are shared among them. Raises ModelConfigError
+    for a config that asks for what the forward pass does not do, or that the mesh cannot share equally.
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: Any, implementation: Implementation = "xla") -> None:
-        dtype = jnp.dtype(dtype)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+        implementation: Implementation = "xla",
+        mesh: Mesh | None = None,
+    ) -> None:
+        dtype, placement = jnp.dtype(dtype), Placement(implementation, mesh)
+        placement.check(config)
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
-            [DecoderLayer(config, layer, dtype=dtype, implementation=implementation) for layer in config.layers]
+            [DecoderLayer(config, layer, dtype=dtype, placement=placement) for layer in config.layers]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, plus_one=config.norm_plus_one, dtype=dtype)
         self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -133,10 +139,17 @@ class Decoder(nnx.Module):
 
 
 def abstract_params(
-    config: DecoderConfig, dtype: Any, implementation: Implementation = "xla"
+    config: DecoderConfig,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation = "xla",
+    mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef[Decoder], Params]:
-    """The decoder without weights: its static half, and the parameter tree as ShapeDtypeStructs."""
-    decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, implementation=implementation))
+    """The decoder without weights: its static half, and the parameter tree as ShapeDtypeStructs.
+
+    ``mesh`` must be the one that the parameters are loaded onto, or None for one device: the rows of fused
+    weights are ordered by shard (``WeightMapping.pieces``).
+    """
+    decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, implementation=implementation, mesh=mesh))
     graphdef, state = nnx.split(decoder)
     tree = nnx.to_pure_dict(state)
     layers = tree.pop("layers")
@@ -152,7 +165,7 @@ def param_partition_specs(config: DecoderConfig) -> Params:
     """A PartitionSpec for every parameter, over the mesh axis "tp".
 
     Rows are split for qkv, gate_up, embed and head, columns for o and down; the rest is replicated. Biases and
-    sinks go with the rows they belong to. A split axis must be divisible by the mesh axis.
+    sinks go with the rows they belong to.
     """
     _, params = abstract_params(config, jnp.float32)
     return jax.tree.map_with_path(_partition_spec, params)

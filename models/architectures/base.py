@@ -1,10 +1,11 @@
 """What an architecture file says, and the parts that all of them share."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..decoder_config import DecoderConfig, LayerSpec
+from ..errors import ModelConfigError
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -22,11 +23,43 @@ class WeightMapping:
     """Shape each source must have, weights as ``[out, in]``."""
     permuted_heads: tuple[int, ...] = ()
     """Heads in each source whose rows llama.cpp reorders when it writes GGUF; 0 for a source left alone."""
+    parts: tuple[int, ...] = ()
+    """Rows of each fused part (q, k, v; gate, up), of which every shard of a split target holds its share."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the target."""
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+    def pieces(self, num_shards: int = 1) -> Iterator[tuple[int, int, int, int]]:
+        """How the target is put together: (source's index, its first row, its last row + 1, row in the target).
+
+        On one shard the sources follow one another. On more, so do the shards, each with its share of every
+        part: what a shard's product yields is then whole heads, or gates beside their own ups. Raises
+        ModelConfigError if a part does not divide.
+        """
+        rows = [shape[0] for shape in self.shapes]
+        parts = self.parts if num_shards > 1 and self.parts else (sum(rows),)
+        shares = num_shards if parts is self.parts else 1
+        if any(part % shares for part in parts):
+            raise ModelConfigError(f"{self.target}: rows {parts} cannot be split into {shares} shards")
+        place = 0
+        for shard in range(shares):
+            for index, part in enumerate(parts):
+                first = sum(parts[:index]) + shard * part // shares
+                for source, start, stop in _locate(rows, first, first + part // shares):
+                    yield source, start, stop, place
+                    place += stop - start
+
+
+def _locate(rows: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """The rows [first, last) of tensors laid end to end, as (tensor, its first row, its last row + 1)."""
+    offset = 0
+    for index, count in enumerate(rows):
+        start, stop = max(first - offset, 0), min(last - offset, count)
+        if start < stop:
+            yield index, start, stop
+        offset += count
 
 
 @dataclass(frozen=True)
@@ -78,9 +111,10 @@ class Architecture:
     ) -> WeightMapping:
         suffix = "" if part == "sinks" else "." + target.rpartition(".")[2]
         sources = tuple(prefix + name + suffix for name in self.names[part])
-        if len(sources) == 1 and len(shapes) > 1:  # a checkpoint that is fused already
-            shapes = ((sum(shape[0] for shape in shapes), *shapes[0][1:]),)
-        return WeightMapping(target, sources, shapes, heads if self.permutes_gguf_heads else ())
+        parts = tuple(shape[0] for shape in shapes) if len(shapes) > 1 else ()
+        if len(sources) == 1 and parts:  # a checkpoint that is fused already
+            shapes = ((sum(parts), *shapes[0][1:]),)
+        return WeightMapping(target, sources, shapes, heads if self.permutes_gguf_heads else (), parts)
 
     def _layer(self, index: int, layer: LayerSpec, config: DecoderConfig) -> Iterator[WeightMapping]:
         prefix, ours = self.layer_prefix.format(index), f"layers.{index}."

@@ -3,28 +3,29 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from ...pallas_kernels.dispatch import Implementation
 from ...pallas_kernels.paged_attention import paged_attention
 from ...pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from ..attention_metadata import AttentionMetadata
 from ..decoder_config import DecoderConfig, LayerSpec
 from ..kv_cache import write_kv
-from .linear import Linear
+from ..sharding import TP_AXIS, Placement
+from .linear import Linear, split_columns
 from .norm import RMSNorm
 from .rope import RopeTable, apply_rope
+
+_HEADS, _POOL = P(None, TP_AXIS), P(None, None, TP_AXIS)
 
 
 class Attention(nnx.Module):
     """q, k, v → norm → rope → write to the pool → attend → o.
 
-    Parameters: ``qkv`` (rows of q, then k, then v: ``[(N + 2 K) H, D]``), ``o [D, N H]``, and by config
-    ``q_norm``, ``k_norm`` and ``sinks f32[N]``.
+    Parameters: ``qkv`` (rows of q, then k, then v: ``[(N + 2 K) H, D]``; on several shards each shard's share of
+    them), ``o [D, N H]``, and by config ``q_norm``, ``k_norm`` and ``sinks f32[N]``.
     """
 
-    def __init__(
-        self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, implementation: Implementation
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, placement: Placement) -> None:
         q_size, kv_size, hidden = config.q_size, config.kv_size, config.hidden_size
         self.qkv = Linear(hidden, q_size + 2 * kv_size, bias=config.qkv_bias, dtype=dtype)
         self.o = Linear(q_size, hidden, bias=config.o_bias, dtype=dtype)
@@ -38,7 +39,7 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.attention_sinks else None
         self.config = config
         self.window = layer.window
-        self.implementation: Implementation = implementation
+        self.placement = placement
 
     def __call__(
         self, x: jax.Array, kv: jax.Array, rope: RopeTable | None, metadata: AttentionMetadata
@@ -47,14 +48,25 @@ class Attention(nnx.Module):
         q, k, v = self._project(x)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        kv = write_kv(kv, k, v, metadata.slot_mapping)
-        attended = self._attend(q, kv, metadata)
+        sinks = None if self.sinks is None else self.sinks[...]
+        attend = self._attend
+        if self.placement.num_shards > 1:
+            # Heads are independent, but XLA cannot see that through the kernel and would gather the whole pool.
+            attend = jax.shard_map(
+                attend,
+                mesh=self.placement.mesh,
+                in_specs=(_HEADS, _HEADS, _HEADS, _POOL, P(), P(TP_AXIS)),
+                out_specs=(_HEADS, _POOL),
+                check_vma=False,
+            )
+        attended, kv = attend(q, k, v, kv, metadata, sinks)
         return self.o(attended.reshape(x.shape[0], self.config.q_size)), kv
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """→ q ``[T, N, H]``, k and v ``[T, K, H]``, normalised as the config asks."""
         config, tokens = self.config, x.shape[0]
-        q, k, v = jnp.split(self.qkv(x), [config.q_size, config.q_size + config.kv_size], axis=-1)
+        sizes = (config.q_size, config.kv_size, config.kv_size)
+        q, k, v = split_columns(self.qkv(x), sizes, self.placement.num_shards)
         if config.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.reshape(tokens, config.num_heads, config.head_dim)
@@ -63,13 +75,21 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def _attend(self, q: jax.Array, kv: jax.Array, metadata: AttentionMetadata) -> jax.Array:
-        """``[T, N, H]`` → ``[T, N, H]``."""
+    def _attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv: jax.Array,
+        metadata: AttentionMetadata,
+        sinks: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """q ``[T, N, H]``, k and v ``[T, K, H]`` → ``[T, N, H]`` and the pool; a shard's own heads on several."""
+        kv = write_kv(kv, k, v, metadata.slot_mapping)
         scale, window, softcap = self.config.scale, self.window, self.config.attention_softcap
-        sinks = None if self.sinks is None else self.sinks[...]
-        tables, lengths = metadata.block_tables, metadata.seq_lens
+        tables, lengths, implementation = metadata.block_tables, metadata.seq_lens, self.placement.implementation
         if metadata.decode_only:
-            return paged_attention(
+            attended = paged_attention(
                 q,
                 kv,
                 tables,
@@ -78,17 +98,19 @@ class Attention(nnx.Module):
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
-                implementation=self.implementation,
+                implementation=implementation,
             )
-        return ragged_paged_attention(
-            q,
-            kv,
-            tables,
-            metadata.query_start_loc,
-            lengths,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            implementation=self.implementation,
-        )
+        else:
+            attended = ragged_paged_attention(
+                q,
+                kv,
+                tables,
+                metadata.query_start_loc,
+                lengths,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                implementation=implementation,
+            )
+        return attended, kv

@@ -1,7 +1,10 @@
 """Products with weights. The only place that looks at how a weight is stored."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 _FEW_TOKENS = range(2, 49)
@@ -30,6 +33,17 @@ def _weights_left(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Without the barrier XLA turns the transposed product back into ``x · weightᵀ``."""
     product = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(product).T
+
+
+def split_columns(x: jax.Array, sizes: Sequence[int], num_shards: int) -> list[jax.Array]:
+    """``x [T, sum(sizes)]`` of fused weights → one ``[T, size]`` per size.
+
+    The columns come shard by shard, each with its share of every part (``WeightMapping.pieces``), so that no
+    shard needs another's.
+    """
+    ends = np.cumsum([size // num_shards for size in sizes])
+    shards = x.reshape(x.shape[0], num_shards, ends[-1])
+    return [part.reshape(x.shape[0], -1) for part in jnp.split(shards, ends[:-1], axis=-1)]
 
 
 class Linear(nnx.Module):

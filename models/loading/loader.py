@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..architectures.base import Architecture, WeightMapping
-from ..decoder import abstract_params, param_partition_specs
+from ..decoder import TP_AXIS, abstract_params, param_partition_specs
 from ..decoder_config import DecoderConfig
 from .dummy import dummy_array
 from .errors import LoadError, name_list
@@ -143,21 +143,22 @@ def _read_one(
     pool: ThreadPoolExecutor,
 ) -> jax.Array:
     """One parameter on its devices. Waits, so that the host's copy is gone before the next one is made."""
-    buffer = _assemble(source, mapping, np.dtype(leaf.dtype), pool)
+    buffer = _assemble(source, mapping, np.dtype(leaf.dtype), sharding.mesh.shape[TP_AXIS], pool)
     return jax.make_array_from_callback(leaf.shape, sharding, buffer.__getitem__).block_until_ready()
 
 
-def _assemble(source: WeightSource, mapping: WeightMapping, dtype: np.dtype, pool: ThreadPoolExecutor) -> np.ndarray:
+def _assemble(
+    source: WeightSource, mapping: WeightMapping, dtype: np.dtype, num_shards: int, pool: ThreadPoolExecutor
+) -> np.ndarray:
     """All sources of a parameter in one buffer of ``mapping.shape``, filled by row ranges in parallel."""
     buffer = np.empty(mapping.shape, dtype)
-    jobs, first = [], 0
-    for name, shape in zip(mapping.sources, mapping.shapes, strict=True):
-        row_elements = max(1, int(np.prod(shape[1:])))
-        step = max(1, _CHUNK_ELEMENTS // row_elements)
-        for start in range(0, shape[0], step):
-            stop = min(start + step, shape[0])
-            jobs.append(pool.submit(source.read_rows, name, start, stop, buffer[first + start : first + stop]))
-        first += shape[0]
+    step = max(1, _CHUNK_ELEMENTS // max(1, int(np.prod(mapping.shape[1:]))))
+    jobs = []
+    for index, first, last, place in mapping.pieces(num_shards):
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            rows = buffer[place + start - first : place + stop - first]
+            jobs.append(pool.submit(source.read_rows, mapping.sources[index], start, stop, rows))
     for job in jobs:
         job.result()
     return buffer

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from octavo.models.architectures.base import WeightMapping
 from octavo.models.attention_metadata import AttentionMetadata
 from octavo.models.decoder import Decoder, DecoderLayer, abstract_params, merge, param_partition_specs
 from octavo.models.decoder_config import DecoderConfig, LayerSpec, MoESpec, RopeSpec
@@ -142,6 +143,24 @@ def test_sinks_reach_the_kernel() -> None:
     assert np.abs(hidden(-1e9) - hidden(-1e8)).max() < 1e-6
 
 
+def test_what_cannot_be_split_refuses() -> None:
+    mesh = jax.sharding.AbstractMesh((4,), ("tp",))
+    with pytest.raises(ModelConfigError, match=r"num_kv_heads \(2\) cannot be split over 4 devices"):
+        abstract_params(CONFIG, jnp.float32, mesh=mesh)
+
+
+def test_pieces_of_a_fused_weight() -> None:
+    apart = WeightMapping("w", ("q", "k"), ((8, 3), (4, 3)), parts=(8, 4))
+    assert list(apart.pieces(1)) == [(0, 0, 8, 0), (1, 0, 4, 8)]
+    assert list(apart.pieces(2)) == [(0, 0, 4, 0), (1, 0, 2, 4), (0, 4, 8, 6), (1, 2, 4, 10)]
+    fused = WeightMapping("w", ("qk",), ((12, 3),), parts=(8, 4))
+    assert list(fused.pieces(2)) == [(0, 0, 4, 0), (0, 8, 10, 4), (0, 4, 8, 6), (0, 10, 12, 10)]
+    whole = WeightMapping("w", ("o",), ((5, 3),))
+    assert list(whole.pieces(2)) == [(0, 0, 5, 0)]
+    with pytest.raises(ModelConfigError, match="cannot be split into 3 shards"):
+        list(apart.pieces(3))
+
+
 def test_experts_refuse() -> None:
     layer = LayerSpec(ROPE, moe=MoESpec(num_experts=4, experts_per_token=2, intermediate_size=16))
     with pytest.raises(ModelConfigError, match="mixture-of-experts"):
@@ -159,30 +178,62 @@ def test_tensor_parallel_equals_one_device() -> None:
     """On two CPU devices, in a process of its own because the number of devices is fixed at start."""
     code = textwrap.dedent(
         """
-        import sys
+        import dataclasses, re, sys
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
         jax.config.update("jax_num_cpu_devices", 2)
         sys.path.insert(0, sys.argv[1])
         from test_decoder import CONFIG, POOL, TOKENS, metadata
+        from octavo.models.architectures.llama import ARCHITECTURE
         from octavo.models.decoder import abstract_params, merge, param_partition_specs
-        graphdef, tree = abstract_params(CONFIG, jnp.float32)
+
+        config = dataclasses.replace(CONFIG, qkv_bias=True, attention_sinks=True, tie_embeddings=False)
+        names = {**ARCHITECTURE.names, "sinks": ("sinks",)}
+        mappings = dataclasses.replace(ARCHITECTURE, names=names).weight_mappings(config)
         rng = np.random.default_rng(0)
-        params = jax.tree.map(lambda leaf: (rng.standard_normal(leaf.shape) * 0.3).astype(np.float32), tree)
-        def step(params, kv, ids, batch):
-            decoder = merge(graphdef, params)
-            hidden, kv = decoder(ids, kv, batch)
-            return decoder.compute_logits(hidden), kv
-        kv, ids = [np.zeros(POOL, np.float32)] * CONFIG.num_layers, np.arange(TOKENS, dtype=np.int32)
-        expected = np.asarray(jax.jit(step)(params, kv, ids, metadata())[0])
+        sources = {
+            name: (rng.standard_normal(shape) * 0.3).astype(np.float32)
+            for mapping in mappings for name, shape in zip(mapping.sources, mapping.shapes)
+        }
+
+        def load(tree, num_shards):
+            made = {}
+            for mapping in mappings:
+                made[mapping.target] = target = np.zeros(mapping.shape, np.float32)
+                for index, start, stop, place in mapping.pieces(num_shards):
+                    target[place : place + stop - start] = sources[mapping.sources[index]][start:stop]
+            dotted = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+            return jax.tree.map_with_path(lambda path, _: made[dotted(path)], tree)
+
+        def compiled(mesh, arguments):
+            graphdef, _ = abstract_params(config, jnp.float32, mesh=mesh)
+            def step(params, kv, ids, batch):
+                decoder = merge(graphdef, params)
+                hidden, kv = decoder(ids, kv, batch)
+                return decoder.compute_logits(hidden), kv
+            return jax.jit(step).lower(*arguments).compile()
+
+        kv, ids = [np.zeros(POOL, np.float32)] * config.num_layers, np.arange(TOKENS, dtype=np.int32)
+        _, tree = abstract_params(config, jnp.float32)
+        one = (load(tree, 1), kv, ids, metadata())
+        expected = np.asarray(compiled(None, one)(*one)[0])
+
         mesh = Mesh(np.array(jax.devices()), ("tp",))
         put = lambda value, spec: jax.device_put(value, NamedSharding(mesh, spec))
-        params = jax.tree.map(put, params, param_partition_specs(CONFIG))
-        kv = [put(layer, P(None, None, "tp")) for layer in kv]
-        found, written = jax.jit(step)(params, kv, put(ids, P()), jax.tree.map(lambda a: put(a, P()), metadata()))
-        assert written[0].sharding.spec == P(None, None, "tp"), written[0].sharding
-        error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
-        assert error.max() < 1e-4, error
+        def run(num_shards):
+            params = jax.tree.map(put, load(tree, num_shards), param_partition_specs(config))
+            two = (params, [put(layer, P(None, None, "tp")) for layer in kv], put(ids, P()), put(metadata(), P()))
+            step = compiled(mesh, two)
+            logits, written = step(*two)
+            assert written[0].sharding.spec == P(None, None, "tp"), written[0].sharding
+            error = np.linalg.norm(np.asarray(logits) - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+            return error.max(), step.as_text()
+
+        error, text = run(2)
+        assert error < 1e-4, error
+        assert run(1)[0] > 1e-2  # rows in the order of one device
+        found = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]", text)
+        assert found == ["all-reduce"] * (1 + 2 * config.num_layers), found
         """
     )
     folder = __file__.rpartition("/")[0]
