@@ -1,13 +1,16 @@
 """What the server needs of an engine: ``engine.async_llm.AsyncLLM`` satisfies it, and so does a fake in tests."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.args import EngineArgs
 from ..engine.messages import StepStats
 from ..engine.metrics import StatSink
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..engine.async_llm import AsyncLLM
 
 
 class EngineConfigView(Protocol):
@@ -23,6 +26,8 @@ class EngineConfigView(Protocol):
     def max_logprobs(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
     @property
     def block_size(self) -> int: ...
     @property
@@ -84,3 +89,10 @@ class EngineClient(Protocol):
 
 EngineFactory = Callable[[EngineArgs, StatSink], EngineClient]
 """Makes an engine that is not started. May import jax, so it runs in a thread."""
+
+
+if TYPE_CHECKING:
+
+    def _checked(engine: AsyncLLM) -> EngineClient:
+        """The type checker reads here that the real engine is one."""
+        return engine

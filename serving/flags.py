@@ -42,8 +42,8 @@ NOT_BUILT_VALUES: dict[str, tuple[str, ...]] = {
     "root-path": ("",),
     **dict.fromkeys(
         (
-            *("max-num-queued-reqs", "max-num-queued-tokens", "tool-call-parser", "tool-parser-plugin"),
-            *("reasoning-parser-plugin", "speculative-config", "structured-outputs-config", "lora-modules"),
+            *("max-num-queued-tokens", "tool-call-parser", "tool-parser-plugin", "reasoning-parser-plugin"),
+            *("speculative-config", "structured-outputs-config", "lora-modules"),
             *("limit-mm-per-prompt", "mm-processor-kwargs", "pooler-config", "kv-transfer-config", "kv-events-config"),
             *("default-chat-template-kwargs", "middleware", "otlp-traces-endpoint", "profiler-config"),
             *("hf-config-path", "hf-token", "code-revision", "tokenizer-revision", "model-loader-extra-config"),
@@ -199,12 +199,14 @@ def _add_server_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--allow-credentials", action="store_true")
     group.add_argument("--max-request-body-bytes", type=human_int, default=32 << 20)
     group.add_argument("--max-prompts-per-request", type=human_int, default=1024)
+    group.add_argument("--max-num-queued-reqs", type=human_int, default=16384, help="more are answered 503")
     group.add_argument(
         "--shutdown-timeout", type=float, default=25.0, help="seconds running requests get after SIGTERM"
     )
     group.add_argument(
         "--stall-timeout", type=float, default=60.0, help="seconds until a client that reads nothing is cut"
     )
+    group.add_argument("--stuck-timeout", type=float, default=10.0, help="seconds without progress until /health fails")
     group.add_argument("--log-level", "--uvicorn-log-level", choices=LEVELS, default="info")
     group.add_argument("--disable-log-stats", action="store_true", help="no line per request, no line every 10 s")
     group.add_argument("--disable-access-log", "--disable-uvicorn-access-log", action="store_true")
@@ -266,8 +268,10 @@ def server_options(args: argparse.Namespace, environment_keys: Sequence[str]) ->
         ),
         max_request_body_bytes=args.max_request_body_bytes,
         max_prompts=args.max_prompts_per_request,
+        max_queued=args.max_num_queued_reqs,
         shutdown_timeout_s=args.shutdown_timeout,
         stall_timeout_s=args.stall_timeout,
+        stuck_timeout_s=args.stuck_timeout,
         disable_log_stats=args.disable_log_stats,
         disable_access_log=args.disable_access_log,
     )

@@ -59,17 +59,18 @@ async def generate(
     engine = state.require_engine()
     base_id = new_id()
     ids = [f"{base_id}-{index}" for index in range(len(prompts))]
-    iterators = [
-        engine.generate(prompt.token_ids, prompt.sampling_params, request_id, priority=priority, cache_salt=cache_salt)
-        for prompt, request_id in zip(prompts, ids, strict=True)
-    ]
-    state.active_ids.update(ids)
-    try:
-        async with aclosing(_merge(iterators)) as merged:
-            async for item in merged:
-                yield item
-    finally:
-        state.active_ids.difference_update(ids)
+    with state.admit(engine, sum(prompt.sampling_params.n for prompt in prompts)):
+        iterators = [
+            engine.generate(item.token_ids, item.sampling_params, request_id, priority=priority, cache_salt=cache_salt)
+            for item, request_id in zip(prompts, ids, strict=True)
+        ]
+        state.active_ids.update(ids)
+        try:
+            async with aclosing(_merge(iterators)) as merged:
+                async for indexed in merged:
+                    yield indexed
+        finally:
+            state.active_ids.difference_update(ids)
 
 
 async def collect(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> dict[int, RequestOutput]:

@@ -14,8 +14,8 @@ async def get_live(request: web.Request) -> web.Response:
 
 
 async def get_ready(request: web.Request) -> web.Response:
-    """200 only when requests can be served: not while starting, draining or dead. Also serves /health."""
-    reason = request.app[STATE].why_not_ready()
+    """200 only when requests can be served: not while starting, draining, stuck or dead. Also serves /health."""
+    reason = request.app[STATE].why_unhealthy()
     if reason:
         raise unavailable(reason)
     return web.Response()

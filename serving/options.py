@@ -32,10 +32,14 @@ class ServerOptions:
     max_request_body_bytes: int = 32 << 20
     max_prompts: int = 1024
     """Most prompts in one completions request."""
+    max_queued: int = 16384
+    """Most choices that may wait beyond those that run; more are answered 503 (rule R22)."""
     shutdown_timeout_s: float = 25.0
     """How long running requests may go on after SIGTERM."""
     stall_timeout_s: float = 60.0
     """A client that takes, or while it uploads sends, nothing for this long is dropped."""
+    stuck_timeout_s: float = 10.0
+    """/health is 503 after this long with work and no progress."""
     stats_interval_s: float = 10.0
     disable_log_stats: bool = False
     disable_access_log: bool = False

@@ -21,8 +21,8 @@ from .state import ServerState
 
 logger = logging.getLogger(__name__)
 
-DEATH_POLL_S = 0.1
-"""How often the engine's death is looked for."""
+POLL_S = 0.2
+"""How often the engine's death and progress are looked at."""
 ABORT_WAIT_S = 2.0
 """How long aborted requests may take to tell their clients."""
 
@@ -39,6 +39,7 @@ class Server:
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._started = False
+        self._drained = True
         self._runner: web.AppRunner | None = None
 
     async def run(self) -> int:
@@ -140,8 +141,9 @@ class Server:
                 logger.error("the engine has stopped: %r", engine.dead_error)
                 await self._wait_in_flight(ABORT_WAIT_S)
                 return 1
-            await asyncio.wait({stopping}, timeout=DEATH_POLL_S)
-        drained = await self._wait_in_flight(self.options.shutdown_timeout_s)
+            self.state.progress.update(engine.stats())
+            await asyncio.wait({stopping}, timeout=POLL_S)
+        self._drained = drained = await self._wait_in_flight(self.options.shutdown_timeout_s)
         if not drained:
             logger.warning("%d requests did not end in time and are aborted", self.state.num_in_flight)
             await asyncio.gather(*(engine.abort(request_id) for request_id in list(self.state.active_ids)))
@@ -162,15 +164,16 @@ class Server:
 
     @property
     def must_exit(self) -> bool:
-        """A stop before ready, or a forced one, does not wait for threads that may compile for minutes."""
-        return self._force.is_set() or (self._stop.is_set() and not self._started)
+        """A stop before ready, a late or a forced one does not wait for threads that may compile for minutes."""
+        return self._stop.is_set() and (self._force.is_set() or not self._drained or not self._started)
 
     async def close(self) -> None:
         """Closes the port and every connection, then the engine."""
         if self._runner is not None:
             await self._runner.cleanup()
         if self.state.engine is not None:
-            await asyncio.to_thread(self.state.engine.shutdown)
+            shutdown = asyncio.get_running_loop().run_in_executor(None, self.state.engine.shutdown)
+            await asyncio.wait({shutdown}, timeout=ABORT_WAIT_S if self.must_exit else None)
 
 
 def _ssl_context(options: ServerOptions) -> ssl.SSLContext | None:

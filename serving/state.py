@@ -4,14 +4,18 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from ..engine.errors import QueueFullError, RequestError
 from ..engine.messages import StepStats
 from .engine_client import EngineClient
 from .errors import ApiError, unavailable
 from .options import ServerOptions
+from .progress import ProgressWatch
 
 if TYPE_CHECKING:
     from .metrics import ServerMetrics
@@ -29,14 +33,13 @@ class ServerState:
         """None until it has been made; it still has to start then."""
         self.created = int(time.time())
         self.draining = False
+        self.progress = ProgressWatch(options.stuck_timeout_s)
         self.num_in_flight = 0
         """Requests that generate, from their arrival until the last byte."""
         self.active_ids: set[str] = set()
         """The engine's ids of what is being generated."""
-
-    @property
-    def ready(self) -> bool:
-        return not self.why_not_ready()
+        self.num_choices = 0
+        """Choices of all of these, running or queued."""
 
     def why_not_ready(self) -> str:
         """Empty when requests can be served."""
@@ -47,6 +50,10 @@ class ServerState:
         if self.engine.dead_error is not None:
             return "the engine has stopped"
         return "" if self.engine.ready else "the server is starting"
+
+    def why_unhealthy(self) -> str:
+        """As ``why_not_ready``, and also while nothing gets on. Requests are still taken then: it may pass."""
+        return self.why_not_ready() or ("the engine makes no progress" if self.progress.stuck else "")
 
     def require_engine(self) -> EngineClient:
         """The engine, if requests can be served. Raises ApiError 503."""
@@ -64,6 +71,20 @@ class ServerState:
         if name not in names:
             raise ApiError(404, f"the model {name[:200]!r} is not served here; served: {', '.join(names)}", "model")
         return engine, name
+
+    @contextmanager
+    def admit(self, engine: EngineClient, num_choices: int) -> Iterator[None]:
+        """Counts ``num_choices`` while they are open. Raises QueueFullError, or RequestError for more than ever fit."""
+        limit = engine.config.max_num_seqs + self.options.max_queued
+        if num_choices > limit:
+            raise RequestError(f"this asks for {num_choices} choices at once, at most {limit} are allowed", "n")
+        if self.num_choices + num_choices > limit:
+            raise QueueFullError(f"the queue is full: {self.num_choices} choices are running or waiting")
+        self.num_choices += num_choices
+        try:
+            yield
+        finally:
+            self.num_choices -= num_choices
 
     def stats(self) -> StepStats | None:
         """The engine's figures now; None before it has started."""

@@ -43,6 +43,7 @@ class FakeConfig:
     max_model_len: int = 64
     max_logprobs: int = 5
     vocab_size: int = VOCAB_SIZE
+    max_num_seqs: int = 4
     block_size: int = 16
     num_blocks: int = 100
 

@@ -136,3 +136,19 @@ async def test_the_same_request_id_twice_at_once(launch):
         *(running.post("/v1/completions", {"prompt": "a", "max_tokens": 3}, headers=headers) for _ in range(3))
     )
     assert [answer["choices"][0]["text"] for _, answer in answers] == ["bcd"] * 3
+
+
+async def test_the_servers_own_limit(launch):
+    """SV-5: past the cap 503, all are answered, and choices count one each; what can never fit is 400."""
+    running = await launch(hold=True, max_queued=4)
+    body = {"prompt": "a", "max_tokens": 1}
+    tasks = [asyncio.create_task(running.post("/v1/completions", body)) for _ in range(50)]
+    while sum(task.done() for task in tasks) < 42:  # noqa: ASYNC110 - tasks of clients
+        await asyncio.sleep(0.005)
+    running.engine.release.set()
+    statuses = sorted(status for status, _ in await asyncio.gather(*tasks))
+    assert statuses == [200] * 8 + [503] * 42
+    assert (await running.post("/v1/completions", body | {"n": 8, "temperature": 1}))[0] == 200
+    status, answer = await running.post("/v1/completions", body | {"n": 9, "temperature": 1})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert running.server.state.num_choices == 0

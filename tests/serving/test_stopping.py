@@ -11,7 +11,9 @@ from pathlib import Path
 import aiohttp
 
 from octavo.engine.args import EngineArgs
+from octavo.engine.messages import StepStats
 from octavo.serving.options import ServerOptions
+from octavo.serving.progress import ProgressWatch
 from octavo.serving.server import Server
 
 SCRIPT = Path(__file__).with_name("fake_server.py")
@@ -117,7 +119,7 @@ async def test_death_of_the_engine_ends_the_process(launch):
     await server.close()
     running.server.state.engine = None
     task = asyncio.create_task(server.run())
-    while not server.state.ready:  # noqa: ASYNC110 - the server has no event for it
+    while server.state.why_not_ready():  # noqa: ASYNC110 - the server has no event for it
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{server.bound_port}/v1/completions"
     async with aiohttp.ClientSession() as client, client.post(url, json=STREAM) as response:
@@ -134,7 +136,7 @@ async def test_signals_are_given_back(launch):
     running = await launch(ready=False)
     await running.server.close()
     task = asyncio.create_task(running.server.run())
-    while not running.server.state.ready:  # noqa: ASYNC110 - the server has no event for it
+    while running.server.state.why_not_ready():  # noqa: ASYNC110 - the server has no event for it
         await asyncio.sleep(0.005)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(task, 5) == 0
@@ -145,3 +147,40 @@ async def test_a_port_in_use(launch):
     first = await launch()
     options = ServerOptions(host="127.0.0.1", port=first.server.bound_port)
     assert await Server(EngineArgs(), options, lambda args, sink: None).run() == 1
+
+
+async def test_no_progress_is_not_healthy_but_may_pass(launch):
+    running = await launch(ready=False, hold=True, stuck_timeout_s=0.05)
+    await running.server.close()
+    task = asyncio.create_task(running.server.run())
+    while running.server.state.why_not_ready():  # noqa: ASYNC110 - the server has no event for it
+        await asyncio.sleep(0.005)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{running.server.bound_port}") as client:
+        body = {"prompt": "a", "max_tokens": 2}
+        waiting = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+        while await status(client, "/health") == 200:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert await status(client, "/live") == 200
+        running.server.state.engine.release.set()
+        for answer in await asyncio.gather(*waiting):
+            assert answer.status == 200
+        while await status(client, "/health") != 200:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+    running.server.request_stop()
+    assert await asyncio.wait_for(task, 5) == 0
+
+
+def test_progress():
+    times = iter([0.0, 5.0, 14.0, 16.0, 17.0, 30.0])
+    watch = ProgressWatch(10.0, lambda: next(times))
+    seen = []
+    for stats in (
+        StepStats(num_running=1, generation_tokens_total=1),
+        StepStats(num_running=1, generation_tokens_total=1),
+        StepStats(num_running=1, generation_tokens_total=1),
+        StepStats(num_running=1, generation_tokens_total=2),
+        StepStats(),
+    ):
+        watch.update(stats)
+        seen.append(watch.stuck)
+    assert seen == [False, False, True, False, False]
