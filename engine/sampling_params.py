@@ -1,8 +1,7 @@
 """How to sample: the one place where sampling options are checked and normalised (rules R1 and R3)."""
 
 import enum
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -14,12 +13,16 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 """Most entries of ``logit_bias`` (OpenAI's limit)."""
 MAX_STOP_TOKEN_IDS = 128
-"""Most stop ids of a request that also has ``min_tokens``."""
+"""Most ``stop_token_ids``, and most ids that ``min_tokens`` can hold back (end-of-sequence ids included)."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_CHOICES = 128
 GREEDY_EPSILON = 1e-5
 """A temperature below this is exact argmax (rule R4)."""
+MIN_REPETITION_PENALTY = 1e-4
+"""Logits are divided by it in float32: anything near 0 would make them infinite."""
+MAX_REPETITION_PENALTY = 1e4
+_SHOWN_CHARS = 80
 
 
 class OutputKind(enum.IntEnum):
@@ -33,10 +36,11 @@ class OutputKind(enum.IntEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling options of one request; names and defaults as in vLLM, checked on construction.
 
-    Raises RequestError naming the field. ``top_k`` 0 or -1 is off; ``seed`` is any 64-bit
-    integer; ``max_tokens`` None means the rest of the context; ``logprobs`` None is off, 0 is
-    the chosen token only. After construction ``stop`` and ``stop_token_ids`` are tuples,
-    ``logit_bias`` maps int to float (or is None) and ``top_k`` is 0 when off.
+    Raises RequestError naming the field. Types are exact: a bool is no number and 2.0 is no
+    integer. ``top_k`` 0 or -1 is off; ``seed`` is any signed 64-bit integer; ``max_tokens`` None
+    means the rest of the context; ``logprobs`` None is off, 0 is the chosen token only. After
+    construction ``stop`` and ``stop_token_ids`` are tuples, ``logit_bias`` maps int to float (or is
+    None) and ``top_k`` is 0 when off.
     """
 
     n: int = 1
@@ -69,6 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         force_setattr(self, "stop", _normalise_stop(self.stop))
         force_setattr(self, "stop_token_ids", _normalise_ids(self.stop_token_ids))
         force_setattr(self, "logit_bias", _normalise_bias(self.logit_bias))
+        if not isinstance(self.output_kind, OutputKind):
+            raise RequestError(f"output_kind must be an OutputKind, got {_shown(self.output_kind)}", "output_kind")
         if self.top_k < 0:
             force_setattr(self, "top_k", 0)
         if self.stop and not self.detokenize:
@@ -88,16 +94,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuses ids outside the vocabulary; the device would clamp or drop them in silence."""
-        for token_id in self.stop_token_ids or ():
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size} tokens", "stop_token_ids"
-                )
-        for token_id in self.logit_bias or ():
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size} tokens", "logit_bias"
-                )
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token_id in ids or ():
+                if not 0 <= token_id < vocab_size:
+                    message = f"{name}: id {_shown(token_id)} is outside the vocabulary of {vocab_size} tokens"
+                    raise RequestError(message, name)
 
 
 def is_int(value: object) -> bool:
@@ -105,14 +106,23 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _shown(value: object) -> str:
+    """A value for an error message: never long, whatever a client sends."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits.
+        return "a number too long to show"
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+
+
 def _number(params: SamplingParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:
     value = getattr(params, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} must be a number, got {value!r}", name)
-    inside = low < value <= high if open_low else low <= value <= high
-    if not (inside and math.isfinite(value)):
+        raise RequestError(f"{name} must be a number, got {_shown(value)}", name)
+    # One closed comparison, which NaN and the infinities fail.
+    if not (low < value <= high if open_low else low <= value <= high):
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
-        raise RequestError(f"{name} must be in {bounds}, got {value!r}", name)
+        raise RequestError(f"{name} must be in {bounds}, got {_shown(value)}", name)
     force_setattr(params, name, float(value))
 
 
@@ -121,15 +131,15 @@ def _integer(params: SamplingParams, name: str, low: int, high: int, *, optional
     if value is None and optional:
         return
     if not is_int(value):
-        raise RequestError(f"{name} must be an integer, got {value!r}", name)
+        raise RequestError(f"{name} must be an integer, got {_shown(value)}", name)
     if not low <= value <= high:
-        raise RequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+        raise RequestError(f"{name} must be in [{low}, {high}], got {_shown(value)}", name)
 
 
 def _check_numbers(params: SamplingParams) -> None:
     _number(params, "presence_penalty", -2.0, 2.0)
     _number(params, "frequency_penalty", -2.0, 2.0)
-    _number(params, "repetition_penalty", 0.0, 1e4, open_low=True)
+    _number(params, "repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     _number(params, "temperature", 0.0, 2.0)
     _number(params, "top_p", 0.0, 1.0, open_low=True)
     _number(params, "min_p", 0.0, 1.0)
@@ -161,41 +171,52 @@ def _check_bools(params: SamplingParams) -> None:
     )
     for name in names:
         if not isinstance(getattr(params, name), bool):
-            raise RequestError(f"{name} must be true or false, got {getattr(params, name)!r}", name)
+            raise RequestError(f"{name} must be true or false, got {_shown(getattr(params, name))}", name)
 
 
-def _normalise_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    items = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(items) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop holds {len(items)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
-    for item in items:
+def _items(value: object, name: str, limit: int) -> tuple[object, ...]:
+    """A list or tuple as a tuple; None is empty. Other iterables (texts, sets, arrays) are refused."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} must be a list, got {_shown(value)}", name)
+    if len(value) > limit:
+        raise RequestError(f"{name} has {len(value)} entries, at most {limit} are allowed", name)
+    return tuple(value)
+
+
+def _normalise_stop(stop: object) -> tuple[str, ...]:
+    result: list[str] = []
+    for item in (stop,) if isinstance(stop, str) else _items(stop, "stop", MAX_STOP_STRINGS):
         if not isinstance(item, str) or not item:
-            raise RequestError(f"stop must hold non-empty strings, got {item!r}", "stop")
+            raise RequestError(f"stop must hold non-empty strings, got {_shown(item)}", "stop")
         if len(item) > MAX_STOP_STRING_CHARS:
             raise RequestError(f"a stop string may have at most {MAX_STOP_STRING_CHARS} characters", "stop")
-    return items
+        result.append(item)
+    return tuple(result)
 
 
-def _normalise_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
-    items = tuple(ids or ())
-    if len(items) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(f"stop_token_ids holds {len(items)} ids, at most {MAX_STOP_TOKEN_IDS}", "stop_token_ids")
-    for item in items:
+def _normalise_ids(ids: object) -> tuple[int, ...]:
+    result: list[int] = []
+    for item in _items(ids, "stop_token_ids", MAX_STOP_TOKEN_IDS):
         if not is_int(item):
-            raise RequestError(f"stop_token_ids must hold integers, got {item!r}", "stop_token_ids")
-    return items
+            raise RequestError(f"stop_token_ids must hold integers, got {_shown(item)}", "stop_token_ids")
+        result.append(item)  # type: ignore[arg-type]
+    return tuple(result)
 
 
-def _normalise_bias(bias: dict[int, float] | None) -> dict[int, float] | None:
-    if not bias:
+def _normalise_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
         return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {_shown(bias)}", "logit_bias")
     if len(bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
     result: dict[int, float] = {}
     for key, value in bias.items():
         if not is_int(key):
-            raise RequestError(f"logit_bias keys must be token ids, got {key!r}", "logit_bias")
+            raise RequestError(f"logit_bias keys must be token ids, got {_shown(key)}", "logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise RequestError(f"logit_bias values must be numbers in [-100, 100], got {value!r}", "logit_bias")
+            raise RequestError(f"logit_bias values must be numbers in [-100, 100], got {_shown(value)}", "logit_bias")
         result[key] = float(value)
-    return result
+    return result or None
