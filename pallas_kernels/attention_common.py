@@ -64,6 +64,8 @@ def check_attention_inputs(
             "block_tables must be [rows, max_blocks] and seq_lens [rows]; "
             f"got shapes {block_tables.shape} and {seq_lens.shape}"
         )
+    if 0 in (*q.shape, *kv.shape, *block_tables.shape):
+        raise ValueError(f"no dimension may be 0; got q {q.shape}, kv {kv.shape}, block_tables {block_tables.shape}")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks must be [{num_heads}], one per query head; got shape {sinks.shape}")
 

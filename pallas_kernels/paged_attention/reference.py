@@ -11,11 +11,14 @@ def paged_attention_reference(
     kv: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    sinks: jax.Array | None,
-    options: AttentionOptions,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """q ``[R, N, H]``, kv ``[B, 2, K, S, H]``, block_tables i32 ``[R, max_blocks]``, seq_lens i32 ``[R]``."""
-    return attend_each_query(q, kv, block_tables, seq_lens - 1, sinks, options)
+    """The same arguments and result as ``paged_attention``."""
+    return attend_each_query(q, kv, block_tables, seq_lens - 1, sinks, AttentionOptions(scale, window, softcap))
 
 
 def attend_each_query(

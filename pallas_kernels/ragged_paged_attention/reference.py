@@ -13,15 +13,17 @@ def ragged_paged_attention_reference(
     block_tables: jax.Array,
     query_start_loc: jax.Array,
     seq_lens: jax.Array,
-    sinks: jax.Array | None,
-    options: AttentionOptions,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """q ``[T, N, H]``, kv ``[B, 2, K, S, H]``, block_tables i32 ``[R, max_blocks]``, query_start_loc i32 ``[R+1]``,
-    seq_lens i32 ``[R]``."""
+    """The same arguments and result as ``ragged_paged_attention``."""
     token = jnp.arange(q.shape[0])
     row = jnp.searchsorted(query_start_loc[1:], token, side="right")  # R for padding tokens
     real = row < seq_lens.shape[0]
     row = jnp.minimum(row, seq_lens.shape[0] - 1)
     tokens_from_the_end = query_start_loc[row + 1] - token
     query_pos = jnp.where(real, seq_lens[row] - tokens_from_the_end, -1)
-    return attend_each_query(q, kv, block_tables[row], query_pos, sinks, options)
+    return attend_each_query(q, kv, block_tables[row], query_pos, sinks, AttentionOptions(scale, window, softcap))
