@@ -97,6 +97,11 @@ def human_int(text: str) -> int:
     return int(value)
 
 
+def context_length(text: str) -> int | None:
+    """A number of tokens; ``auto`` or -1 is the default: the model's context, or what of it fits."""
+    return None if text in ("auto", "-1") else human_int(text)
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -166,7 +171,7 @@ def _add_model_options(group: "argparse._ArgumentGroup") -> None:
 
 def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--max-model-len", type=human_int, help="context in tokens; default: the model's")
+    group.add_argument("--max-model-len", type=context_length, help="context in tokens; default: auto")
     group.add_argument("--max-num-seqs", type=human_int, help="requests in a step; default: 64 on CPU, 256 on GPU")
     group.add_argument("--max-num-batched-tokens", type=human_int, help="tokens in a step")
     group.add_argument("--block-size", type=human_int, default=16, help="tokens in a KV block")

@@ -80,8 +80,9 @@ class Server:
     async def open_port(self) -> None:
         """Listens. Raises OSError. ``port`` 0 takes any free one; ``bound_port`` tells which."""
         # handler_cancellation: a client that leaves cancels its handler, which aborts its request (rule R23).
+        self.app = make_app(self.state)
         self._runner = web.AppRunner(
-            make_app(self.state),
+            self.app,
             handler_cancellation=True,
             shutdown_timeout=ABORT_WAIT_S,
             access_log=None if self.options.disable_access_log else logger,

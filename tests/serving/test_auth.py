@@ -44,6 +44,16 @@ async def test_everything_needs_a_key(launch, method, path):
         assert status != 401
 
 
+async def test_no_route_is_open_by_accident(launch):
+    """Every route that the application has, also those that are added later."""
+    running = await launch(api_keys=KEYS)
+    routes = [(route.method, route.resource.canonical) for route in running.server.app.router.routes()]
+    assert len(routes) > 10
+    for method, path in routes:
+        status, _, _ = await raw(running, method, path.replace("{id}", "perm"), None)
+        assert (status == 401) is (path not in ("/health", "/live", "/ready")), (method, path)
+
+
 async def raw(running, method: str, path: str, authorization: str | None, more: str = "") -> tuple[int, str, bytes]:
     """(status, head, body) of a request as its bytes are written here: no client tidies the path."""
     reader, writer = await asyncio.open_connection("127.0.0.1", running.server.bound_port)

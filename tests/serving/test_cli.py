@@ -54,6 +54,12 @@ def test_values():
     assert args.tensor_parallel_size == 2
 
 
+def test_context_length():
+    assert engine_args("--max-model-len", "auto").max_model_len is None
+    assert engine_args("--max-model-len=-1").max_model_len is None
+    assert engine_args("--max-model-len", "-1").max_model_len is None
+
+
 def test_underscores_in_values_stay():
     assert engine_args("--model=my_model").model == "my_model"
     assert engine_args("--model", "my_model").model == "my_model"
