@@ -46,7 +46,7 @@ async def post_chat_completions(http_request: web.Request) -> web.StreamResponse
         options = request.stream_options
         return await stream_response(http_request, outputs, builder, usage, options, state.options.stall_timeout_s)
     async with aclosing(outputs):
-        results = await collect(outputs)
+        results = await collect(outputs, 1)
     usage.add(0, results[0])
     body = encode_json(builder.body(results[0]) | {"usage": usage.encode()})
     return web.Response(body=body, content_type="application/json")

@@ -36,7 +36,7 @@ async def post_completions(http_request: web.Request) -> web.StreamResponse:
         options, stall_s = request.stream_options, state.options.stall_timeout_s
         return await stream_response(http_request, outputs, builder, usage, options, stall_s, count_choices)
     async with aclosing(outputs):
-        results = await collect(outputs)
+        results = await collect(outputs, len(prompts))
     for index, output in results.items():
         usage.add(index, output, count_choices)
     # Log-probabilities of a long prompt are hundreds of thousands of numbers: not on the event loop (rule R24).

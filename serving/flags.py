@@ -102,6 +102,12 @@ def context_length(text: str) -> int | None:
     return None if text in ("auto", "-1") else human_int(text)
 
 
+def port_number(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -190,7 +196,7 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
 
 def _add_server_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--host", help="address to listen on; default: all")
-    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--port", type=port_number, default=8000)
     group.add_argument("--uds", help="listen on this Unix socket instead")
     group.add_argument("--ssl-certfile")
     group.add_argument("--ssl-keyfile")

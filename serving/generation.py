@@ -9,12 +9,17 @@ from typing import Any
 from ..engine.messages import FinishReason
 from ..engine.outputs import CompletionOutput, RequestOutput
 from ..engine.sampling_params import SamplingParams
-from .errors import ApiError
+from .errors import ApiError, unavailable
 from .protocol.responses import usage
 from .state import ServerState, new_id
 
 _QUEUE_OUTPUTS = 64
 """Most outputs that wait for the writer; beyond that each request waits in the engine's own merging slot."""
+
+
+def aborted() -> ApiError:
+    """For an engine that, told to abort a request, ended it without any output."""
+    return unavailable("the request was aborted before it began")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +78,15 @@ async def generate(
             state.active_ids.difference_update(ids)
 
 
-async def collect(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> dict[int, RequestOutput]:
+async def collect(outputs: AsyncIterator[tuple[int, RequestOutput]], num_prompts: int) -> dict[int, RequestOutput]:
     """prompt index -> the output, with all its choices, of requests that ask for FINAL_ONLY."""
     results: dict[int, RequestOutput] = {}
     async for index, output in outputs:
         for choice in output.outputs:
             check_finish(choice)
         results[index] = output
+    if len(results) < num_prompts:
+        raise aborted()
     return results
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from ..engine.outputs import CompletionOutput, RequestOutput
-from .generation import Usage, check_finish
+from .generation import Usage, aborted, check_finish
 from .protocol.requests import StreamOptions
 from .protocol.responses import encode_json
 from .sse import EventStream, frame
@@ -75,6 +75,8 @@ async def stream_response(
                 if pending:
                     await events.send(b"".join(pending))
                     pending.clear()
+        if not started:
+            raise aborted()
         if include_usage:
             await events.send(frame(encode_json(builder.usage_chunk() | {"usage": usage.encode()})))
         return await events.end()

@@ -1,5 +1,7 @@
 """POST /tokenize and /detokenize."""
 
+import asyncio
+
 from aiohttp import web
 
 from ..engine.errors import RequestError
@@ -31,7 +33,9 @@ async def post_tokenize(http_request: web.Request) -> web.Response:
         (token_ids,) = await encode_prompts(engine, [request.prompt], request.add_special_tokens)
     else:
         token_ids = await engine.encode("", request.add_special_tokens)
-    texts = [engine.tokenizer.id_to_token(token_id) for token_id in token_ids] if request.return_token_strs else None
+    texts = None
+    if request.return_token_strs:
+        texts = await asyncio.to_thread(lambda of: [*map(of, token_ids)], engine.tokenizer.id_to_token)
     answer = {
         "count": len(token_ids),
         "max_model_len": engine.config.max_model_len,

@@ -91,6 +91,7 @@ def test_not_human_int(text):
         (["--dtype", "float99"], "float99"),
         (["--max-model-len", "many"], "--max-model-len"),
         (["--hf-overrides", "[]"], "--hf-overrides"),
+        (["--port", "65536"], "--port"),
         (["--no-such-option"], "--no-such-option"),
         (["a", "--model", "b"], "two models"),
         (["--api-key", ""], "API key"),

@@ -105,6 +105,17 @@ async def test_a_choice_that_fails(launch):
             assert error["type"] == "InternalServerError"
 
 
+async def test_an_abort_before_any_output(running):
+    async def nothing(*args, **options):
+        return
+        yield
+
+    running.engine.generate = nothing
+    for stream in (False, True):
+        async with running.http.post("/v1/completions", json={"prompt": "a", "stream": stream}) as response:
+            await check(response, 503)
+
+
 async def test_unforeseen_errors_tell_nothing(running, caplog):
     async def explode(text, add_special_tokens=True):
         raise ZeroDivisionError("a secret")
