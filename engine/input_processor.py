@@ -8,7 +8,7 @@ from .admission import check_fits
 from .config import EngineConfig
 from .errors import RequestError
 from .messages import EngineRequest
-from .sampling_params import SamplingParams
+from .sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from .tokenizer import Tokenizer
 
 MAX_SALT_CHARS = 1024
@@ -58,6 +58,12 @@ class InputProcessor:
             raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_CHARS} characters", "cache_salt")
         eos = frozenset() if params.ignore_eos else self._eos_ids
         stops = frozenset(params.stop_token_ids or ())
+        if params.min_tokens and len(eos | stops) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"min_tokens holds back at most {MAX_STOP_TOKEN_IDS} ids; stop_token_ids and the model's "
+                f"end-of-sequence ids are {len(eos | stops)}",
+                "stop_token_ids",
+            )
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

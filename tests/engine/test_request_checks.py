@@ -1,0 +1,80 @@
+"""Prompts and sampling options against the model: ids, context and stop ids, refused before the engine sees them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octavo.engine.errors import RequestError
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.messages import EngineRequest
+from octavo.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+
+CONFIG: Any = SimpleNamespace(
+    vocab_size=300,
+    max_logprobs=20,
+    max_model_len=64,
+    block_size=16,
+    num_blocks=100,
+    eos_token_ids=frozenset({1, 2}),
+)
+
+
+def make(prompt: Any, **options: Any) -> EngineRequest:
+    return InputProcessor(CONFIG, None).make_request("r", prompt, SamplingParams(**options))[0]
+
+
+@pytest.mark.parametrize("prompt", [[300], [-1], [[-1]], [], "", [1.5], [True], ["1"], 7, None, b"ab", {"text": "a"}])
+def test_what_is_no_list_of_known_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        make(prompt, max_tokens=1)
+    assert make([0, 299], max_tokens=1).prompt_token_ids == [0, 299]
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "expected"),
+    [
+        (63, None, 1),
+        (63, 1, 1),
+        (63, 2, "64|63"),
+        (63, 64, "64|63"),
+        (64, None, "64"),
+        (64, 1, "64"),
+        (65, None, "64.*65|65.*64"),
+        (1, None, 63),
+    ],
+)
+def test_the_context_is_never_exceeded_and_never_cut(length: int, max_tokens: int | None, expected: int | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(RequestError, match=expected) as caught:
+            make([5] * length, max_tokens=max_tokens)
+        assert "-" not in str(caught.value), "no negative number of tokens"
+    else:
+        request = make([5] * length, max_tokens=max_tokens)
+        assert request.sampling_params.max_tokens == expected
+        assert len(request.prompt_token_ids) == length
+
+
+def test_min_tokens_can_hold_back_every_id_that_stops() -> None:
+    """The device has room for so many ids; more would leave some that could end the output early."""
+    own = list(range(10, 10 + MAX_STOP_TOKEN_IDS - 2))
+    request = make([5], stop_token_ids=own, min_tokens=1)
+    assert request.stop_token_ids == frozenset(own) | {1, 2}
+    assert len(request.stop_token_ids) == MAX_STOP_TOKEN_IDS
+    with pytest.raises(RequestError, match="stop_token_ids") as caught:
+        make([5], stop_token_ids=[*own, 200], min_tokens=1)
+    assert caught.value.param == "stop_token_ids"
+    assert make([5], stop_token_ids=[*own, 200], min_tokens=1, ignore_eos=True).eos_token_ids == frozenset()
+    assert len(make([5], stop_token_ids=[*own, 200]).stop_token_ids) == MAX_STOP_TOKEN_IDS + 1
+
+
+def test_ids_of_options_are_checked_against_the_vocabulary() -> None:
+    for options in ({"stop_token_ids": [300]}, {"logit_bias": {300: 1.0}}):
+        with pytest.raises(RequestError, match="vocabulary of 300"):
+            make([5], **options)
+
+
+def test_min_tokens_must_fit_the_rest_of_the_context() -> None:
+    assert make([5] * 4, max_tokens=None, min_tokens=60).sampling_params.max_tokens == 60
+    with pytest.raises(RequestError, match="min_tokens"):
+        make([5] * 4, max_tokens=None, min_tokens=61)
