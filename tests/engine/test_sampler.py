@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.sampler import RowState, SamplerOutput, SamplingInputs, prompt_logprobs, sample
-from octavo.engine.sampler_search import DEPTH, uniform_per_row
+from octavo.engine.sampler_search import DEPTH
 
 VOCAB = 2503
 WIDTH = 2528
@@ -191,25 +191,6 @@ def test_every_bit_of_the_seed_counts_and_choice_and_position_too() -> None:
     assert len(set(draw([1] * ROWS, choice=range(ROWS)).tolist())) >= 14
     assert len(set(draw([1] * ROWS, position=range(ROWS)).tolist())) >= 14
     assert set(draw([1] * ROWS)) == {alone[5]}
-
-
-def test_the_random_numbers_are_uniform_over_positions_choices_and_seeds() -> None:
-    count, bins = 20_000, 50
-    zeros, steps = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
-    plain = np.zeros((count, 2), np.uint32)
-    for name, arguments in {
-        "position": (plain, zeros, steps),
-        "choice": (plain, steps, zeros),
-        "low word": (np.stack([steps, zeros], 1).astype(np.uint32), zeros, zeros),
-        "high word": (np.stack([zeros, steps], 1).astype(np.uint32), zeros, zeros),
-    }.items():
-        numbers = np.asarray(uniform_per_row(*map(jnp.asarray, arguments)))
-        assert numbers.min() >= 0.0
-        assert numbers.max() < 1.0
-        observed = np.bincount((numbers * bins).astype(int), minlength=bins)
-        chi_square = ((observed - count / bins) ** 2 / (count / bins)).sum()
-        assert chi_square < 100, (name, chi_square)  # 49 degrees of freedom: 1 in 30,000
-        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03, name
 
 
 def penalised(row: np.ndarray, prompt: np.ndarray, counts: np.ndarray, penalties: tuple[float, float, float]) -> Any:

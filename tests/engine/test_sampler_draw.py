@@ -22,6 +22,7 @@ from octavo.engine.sampler_search import (
     lane_maxima,
     least_kept,
     least_of_candidates,
+    uniform_per_row,
 )
 
 VOCAB = 4099
@@ -228,3 +229,22 @@ def test_rounding_never_picks_a_dropped_token(largest: float) -> None:
         jnp.broadcast_to(row, (GRID, WIDTH)), make_draw(Case("few"), row[:VOCAB].max(), np.full(GRID, largest))
     )
     assert (row[np.asarray(ids)] > -np.inf).all()
+
+
+def test_the_random_numbers_are_uniform_over_positions_choices_and_seeds() -> None:
+    count, bins = 20_000, 50
+    zeros, steps = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
+    plain = np.zeros((count, 2), np.uint32)
+    for name, arguments in {
+        "position": (plain, zeros, steps),
+        "choice": (plain, steps, zeros),
+        "low word": (np.stack([steps, zeros], 1).astype(np.uint32), zeros, zeros),
+        "high word": (np.stack([zeros, steps], 1).astype(np.uint32), zeros, zeros),
+    }.items():
+        numbers = np.asarray(uniform_per_row(*map(jnp.asarray, arguments)))
+        assert numbers.min() >= 0.0
+        assert numbers.max() < 1.0
+        observed = np.bincount((numbers * bins).astype(int), minlength=bins)
+        chi_square = ((observed - count / bins) ** 2 / (count / bins)).sum()
+        assert chi_square < 100, (name, chi_square)  # 49 degrees of freedom: 1 in 30,000
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03, name
