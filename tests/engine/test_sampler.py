@@ -324,12 +324,6 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         check_logprobs(replace(found, rank=found.rank + 1), logits)
 
 
-def test_nobody_asks_for_logprobs() -> None:
-    found = run(make_logits(), make_inputs(temperature=1.0))
-    assert not found.logprob.any()
-    assert not found.top_ids.any()
-
-
 def test_prompt_logprobs_score_given_tokens() -> None:
     logits = make_logits()
     targets = np.random.default_rng(4).integers(0, VOCAB, ROWS).astype(np.int32)
