@@ -19,5 +19,5 @@ class TuningConfig:
     """For the rows with a single query token."""
 
 
-CPU_TUNING = TuningConfig(tile_q=64, chunk_tokens=64, decode=CPU_DECODE_TUNING)
+CPU_TUNING = TuningConfig(tile_q=32, chunk_tokens=64, decode=CPU_DECODE_TUNING)
 GPU_TUNING = TuningConfig(tile_q=256, chunk_tokens=512, decode=GPU_DECODE_TUNING)
