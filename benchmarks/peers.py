@@ -32,7 +32,7 @@ PEERS = {"octavo": "model", "vllm": "model", "transformers": "model", "openvino"
 """Peer -> which of --model and --gguf it loads."""
 AGREEMENT_TOKENS = 8
 """Greedy outputs of engines that compute the same model agree on their first tokens; later a near-tie may part them."""
-LOAD_TIMEOUT_S = 600.0
+LOAD_TIMEOUT_S = 1200.0
 STOP_TIMEOUT_S = 30.0
 
 
