@@ -37,7 +37,9 @@ class Attention(nnx.Module):
             )
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.attention_sinks else None
-        self.config = config
+        # Not the config itself: layers that differ only in what happens outside them share one trace.
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qk_norm, self.scale, self.softcap = config.qk_norm, config.scale, config.attention_softcap
         self.window = layer.window
         self.placement = placement
 
@@ -60,18 +62,17 @@ class Attention(nnx.Module):
                 check_vma=False,
             )
         attended, kv = attend(q, k, v, kv, metadata, sinks)
-        return self.o(attended.reshape(x.shape[0], self.config.q_size)), kv
+        return self.o(attended.reshape(x.shape[0], -1)), kv
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """→ q ``[T, N, H]``, k and v ``[T, K, H]``, normalised as the config asks."""
-        config, tokens = self.config, x.shape[0]
-        sizes = (config.q_size, config.kv_size, config.kv_size)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        sizes = [count * self.head_dim for count in heads]
         q, k, v = split_columns(self.qkv(x), sizes, self.placement.num_shards)
-        if config.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None:
+        if self.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = q.reshape(tokens, config.num_heads, config.head_dim)
-        k, v = (part.reshape(tokens, config.num_kv_heads, config.head_dim) for part in (k, v))
-        if config.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
+        q, k, v = (part.reshape(-1, count, self.head_dim) for part, count in zip((q, k, v), heads, strict=True))
+        if self.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
@@ -86,7 +87,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """q ``[T, N, H]``, k and v ``[T, K, H]`` → ``[T, N, H]`` and the pool; a shard's own heads on several."""
         kv = write_kv(kv, k, v, metadata.slot_mapping)
-        scale, window, softcap = self.config.scale, self.window, self.config.attention_softcap
+        scale, window, softcap = self.scale, self.window, self.softcap
         tables, lengths, implementation = metadata.block_tables, metadata.seq_lens, self.placement.implementation
         if metadata.decode_only:
             attended = paged_attention(

@@ -1,6 +1,7 @@
 """Products with weights. The only place that looks at how a weight is stored."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +13,28 @@ _FEW_TOKENS = range(2, 49)
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """``x [T, in]`` times ``weight [out, in]`` transposed → ``[T, out]``, summed in float32.
+    """``x [T, in]`` times ``weight [out, in]`` transposed → ``[T, out]``.
 
-    The result has ``out_dtype``, by default x's type. Raises ValueError if the inner sizes differ.
+    The result has ``out_dtype``, by default x's type. Sums are float32 in any case: XLA adds products of narrow
+    types in float32 and rounds once, at the end; asking it for a float32 result would write twice the bytes.
+    Raises ValueError if the inner sizes differ.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"cannot multiply x {x.shape} by weight {weight.shape}; expected [T, in] and [out, in]")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    right, left = partial(_weights_right, out_dtype=out_dtype), partial(_weights_left, out_dtype=out_dtype)
     if x.shape[0] not in _FEW_TOKENS:
-        return _weights_right(x, weight).astype(out_dtype)
-    product = jax.lax.platform_dependent(x, weight, cpu=_weights_left, default=_weights_right)
-    return product.astype(out_dtype)
+        return right(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=left, default=right)
 
 
-def _weights_right(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _weights_right(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
 
 
-def _weights_left(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _weights_left(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """Without the barrier XLA turns the transposed product back into ``x · weightᵀ``."""
-    product = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    product = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     return jax.lax.optimization_barrier(product).T
 
 

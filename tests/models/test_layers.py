@@ -35,13 +35,15 @@ def test_few_tokens_put_the_weights_left_on_cpu(tokens: int, left: bool) -> None
     assert "conditional" not in compiled
 
 
-def test_matmul_sums_in_float32() -> None:
-    x = jnp.full((3, 4096), 1 / 64, jnp.bfloat16)
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+def test_bfloat16_products_are_summed_in_float32(tokens: int, out_dtype: jnp.dtype) -> None:
+    """4096 terms of 1/4096; a bfloat16 sum would stop growing at 1/8."""
+    x = jnp.full((tokens, 4096), 1 / 64, jnp.bfloat16)
     weight = jnp.full((2, 4096), 1 / 64, jnp.bfloat16)
-    found = matmul(x, weight, out_dtype=jnp.dtype(jnp.float32))
-    assert found.dtype == jnp.float32
-    assert np.all(np.asarray(found) == 1.0)
-    assert matmul(x, weight).dtype == jnp.bfloat16
+    found = matmul(x, weight, out_dtype=out_dtype)
+    assert found.dtype == out_dtype
+    assert np.all(np.asarray(found, np.float32) == 1.0)
 
 
 def test_matmul_refuses_other_shapes() -> None:
