@@ -145,9 +145,19 @@ class EngineConfig:
         return -(-self.max_model_len // self.block_size)
 
     def resolve(
-        self, *, platform: str, context_len: int, model_path: str, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        *,
+        platform: str,
+        context_len: int,
+        model_path: str,
+        model_name: str,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
     ) -> "EngineConfig":
-        """With the limits that follow from the model and the platform ("cpu", "gpu"). The pool's size comes later."""
+        """With the limits that follow from the model and the platform ("cpu", "gpu"). The pool's size comes later.
+
+        ``model_name`` is what the server answers to when no name was asked for.
+        """
         on_cpu = platform == "cpu"
         max_model_len = self.scheduler.max_model_len or context_len
         if max_model_len > context_len:
@@ -164,7 +174,7 @@ class EngineConfig:
             model_path=model_path,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            served_model_names=self.served_model_names or (model_path,),
+            served_model_names=self.served_model_names or (model_name,),
         )
 
     def with_pool(self, num_blocks: int) -> "EngineConfig":

@@ -14,6 +14,7 @@ from ..models.decoder import abstract_params
 from ..models.decoder_config import DecoderConfig
 from ..models.errors import ModelConfigError
 from ..models.kv_cache import KVCacheSpec
+from ..models.loading.default_model import MODEL_NAME
 from ..models.loading.errors import LoadError
 from ..models.loading.loader import load_params
 from ..models.loading.resolve import ResolvedModel, resolve_model
@@ -139,6 +140,7 @@ def _derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[De
         platform=platform,
         context_len=model_config.max_context_tokens,
         model_path=str(frontend.resolved.path),
+        model_name=config.model.model or MODEL_NAME,
         vocab_size=vocab_size,
         eos_token_ids=frozenset(model_config.eos_token_ids),
     )

