@@ -15,6 +15,10 @@ class TuningConfig:
     """Skip zeroing the unused slots in the chunks that have none. On a CPU the branch is worth it twice: it also
     keeps XLA from fusing a reshape into the gather, which then copies whole blocks, twice as fast."""
 
+    shared_chunk_tokens: int = 0
+    """Keys per turn over a prefix that all rows share, a multiple of chunk_tokens; 0: no such loop. Read once for all
+    rows, a shared system prompt costs one row's memory traffic instead of one per row."""
 
-CPU_TUNING = TuningConfig(rows_per_group=16, chunk_tokens=64, branch_on_partial_chunks=True)
+
+CPU_TUNING = TuningConfig(rows_per_group=16, chunk_tokens=64, branch_on_partial_chunks=True, shared_chunk_tokens=128)
 GPU_TUNING = TuningConfig(rows_per_group=256, chunk_tokens=256, branch_on_partial_chunks=False)

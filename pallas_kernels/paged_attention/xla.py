@@ -2,6 +2,7 @@
 
 Rows are sorted by the number of keys they see and cut into groups. One loop walks over (group, chunk): a group takes
 as many turns as its longest row has chunks, so the cost follows the tokens present, and padding rows cost nothing.
+A prefix whose blocks all rows share is attended first, by all rows together, and read once.
 """
 
 from functools import partial
@@ -108,6 +109,14 @@ def _loop(
     chunk_tokens = chunk_blocks * kv.shape[3]
     precision = matmul_precision(kv.dtype)
     num_chunks = (jnp.max(groups.num_keys, axis=1) + chunk_tokens - 1) // chunk_tokens
+    start = SoftmaxState.start(groups.q.shape, sinks)
+    shares = tuning.shared_chunk_tokens > 0 and options.window is None and groups.num_keys.size > 1
+    first_chunk = jnp.int32(0)
+    if shares:
+        shared_blocks = max(1, tuning.shared_chunk_tokens // chunk_tokens) * chunk_blocks
+        start, num_shared = _attend_shared_prefix(groups, kv, start, shared_blocks, options)
+        first_chunk = num_shared * (shared_blocks // chunk_blocks)
+        num_chunks = jnp.maximum(num_chunks, first_chunk)
 
     def turn(_: jax.Array, carry: tuple[jax.Array, jax.Array, SoftmaxState]) -> tuple:
         group, chunk, states = carry
@@ -124,9 +133,51 @@ def _loop(
         state = state.update(scores, v, precision)
         states = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, group, 0), states, state)
         is_last = chunk + 1 >= num_chunks[group]
-        return jnp.where(is_last, group + 1, group), jnp.where(is_last, 0, chunk + 1), states
+        return jnp.where(is_last, group + 1, group), jnp.where(is_last, first_chunk, chunk + 1), states
 
-    start = SoftmaxState.start(groups.q.shape, sinks)
-    # Groups without keys come last and take no turn.
-    _, _, states = jax.lax.fori_loop(0, jnp.sum(num_chunks), turn, (jnp.int32(0), jnp.int32(0), start))
+    # Groups without keys of their own come last and take no turn.
+    num_turns = jnp.sum(num_chunks - first_chunk)
+    _, _, states = jax.lax.fori_loop(0, num_turns, turn, (jnp.int32(0), first_chunk, start))
     return states
+
+
+def _attend_shared_prefix(
+    groups: _Groups, kv: jax.Array, start: SoftmaxState, chunk_blocks: int, options: AttentionOptions
+) -> tuple[SoftmaxState, jax.Array]:
+    """Attends all rows to the leading blocks that are the same in every row's table.
+
+    Returns the state and how many chunks of ``chunk_blocks`` blocks it covers (0 where nothing is shared).
+    """
+    num_groups, width, num_kv_heads, group_size, _ = groups.q.shape
+    block_size = kv.shape[3]
+    precision = matmul_precision(kv.dtype)
+    active = groups.num_keys > 0
+    table = groups.tables[0, 0]  # the longest row's
+    same = jnp.all((groups.tables == table) | ~active[..., None], axis=(0, 1))
+    full_in_all = jnp.min(jnp.where(active, groups.num_keys, jnp.iinfo(jnp.int32).max)) // block_size
+    num_same = jnp.minimum(jnp.sum(jnp.cumprod(same.astype(jnp.int32))), full_in_all)
+    # A lone row shares with nobody; its own loop is the cheaper one.
+    num_chunks = jnp.where(jnp.sum(active) > 1, num_same // chunk_blocks, 0)
+    table = jnp.pad(table, (0, chunk_blocks))
+    written = jnp.ones((1, chunk_blocks * block_size), jnp.bool_)
+
+    def by_head(x: jax.Array) -> jax.Array:  # [groups, W, K, G, …] -> [K, groups * W * G, …]
+        return jnp.moveaxis(x, 2, 0).reshape(num_kv_heads, -1, *x.shape[4:])
+
+    def by_row(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(num_kv_heads, num_groups, width, group_size, *x.shape[2:]), 0, 2)
+
+    q = by_head(groups.q)
+
+    def turn(chunk: jax.Array, state: SoftmaxState) -> SoftmaxState:
+        ids = jax.lax.dynamic_slice(table, (chunk * chunk_blocks,), (chunk_blocks,))
+        k, v = gather_chunk(kv, ids[None], written, False)  # [1, K, C, H]
+        scores = jnp.einsum("kmh,kch->kmc", q, k[0], precision=precision)
+        return state.update(softcapped(scores, options.softcap), v[0], precision)
+
+    state = jax.lax.fori_loop(0, num_chunks, turn, jax.tree.map(by_head, start))
+    kept = [
+        jnp.where(active[(...,) + (None,) * (old.ndim - 2)], by_row(new), old)
+        for new, old in zip(state, start, strict=True)
+    ]
+    return SoftmaxState(*kept), num_chunks
