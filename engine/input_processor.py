@@ -97,7 +97,7 @@ class InputProcessor:
         return None, [self._checked_id(token_id) for token_id in prompt]
 
     def _checked_id(self, token_id: object) -> int:
-        """Refuses what is not an id of the vocabulary: the device would clamp it in silence (case SP-4)."""
+        """Refuses what is not an id of the vocabulary: the device would clamp it in silence."""
         size = self._config.vocab_size
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < size:
             raise RequestError(f"prompt: {token_id!r} is not a token id; this model has ids 0 to {size - 1}", "prompt")

@@ -1,4 +1,4 @@
-"""One merging slot between the engine's loop and one client: a slow client costs no queue (cases SS-8, R23)."""
+"""One merging slot between the engine's loop and one client: a slow client costs no queue (rule R23)."""
 
 import asyncio
 

@@ -1,6 +1,7 @@
 """Compiled programs: one per bucket and three small ones, compiled ahead of time in a thread pool."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from .input_batch import packed_layout, row_update_layout
 from .step import BLOCK_COPIES, PROMPT_LOGPROB_ROWS, StepSpec, copy_blocks, score_prompt, step, write_row
 
 logger = logging.getLogger(__name__)
+
+MAX_COMPILE_THREADS = 8
+"""More at a time would need more host memory than they save time."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,12 @@ class Programs:
     def score_prompt(self) -> jax.stages.Compiled:
         return self._get("score_prompt", self._compile_score_prompt)
 
-    def warm_up(self, progress: Callable[[str], None] = logger.info, num_threads: int = 4) -> None:
-        """Compiles everything, the largest first. JAX releases the GIL while XLA works."""
+    def warm_up(self, progress: Callable[[str], None] = logger.info) -> None:
+        """Compiles everything, the largest first, as many at a time as there are cores.
+
+        JAX releases the GIL while XLA works.
+        """
+        num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS)
         jobs: list[tuple[str, Callable[[], Any]]] = [
             (str(bucket), partial(self.step, bucket)) for bucket in sorted(self._buckets.all, reverse=True)
         ]

@@ -161,7 +161,7 @@ class Tokenizer:
         return data
 
     def stop_ids_for(self, stop: Sequence[str]) -> dict[int, str]:
-        """id -> stop string, for those that are one token matched as a whole (case ST-6).
+        """id -> stop string, for those that are one token matched as a whole.
 
         Such an id has to be among a request's stop ids: with ``skip_special_tokens`` its text
         never gets as far as the stop strings.

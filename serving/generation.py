@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one HTTP request, counted from ids and never from chunks (SS-1)."""
+    """Tokens of one HTTP request, counted from ids and never from chunks."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

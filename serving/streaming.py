@@ -35,7 +35,7 @@ class ChunkBuilder(Protocol):
 
 
 def has_news(choice: CompletionOutput, wants_logprobs: bool, wants_ids: bool) -> bool:
-    """Whether a choice's delta is worth a chunk: empty content deltas are not sent (ST-2)."""
+    """Whether a choice's delta is worth a chunk: empty content deltas are not sent."""
     return bool(choice.text or choice.finished or ((wants_logprobs or wants_ids) and choice.token_ids))
 
 

@@ -1,4 +1,4 @@
-"""Keys (R27, SV-2) and cross-origin requests (SV-1)."""
+"""Keys (R27) and cross-origin requests."""
 
 import asyncio
 import json

@@ -71,7 +71,7 @@ async def test_stream_equals_answer(launch, options):
 
 
 async def test_choices_end_on_their_own(launch):
-    """SS-5, SS-6: the first to end does not silence the others, and each has its own index."""
+    """The first to end does not silence the others, and each has its own index."""
     running = await launch(eos_after=6)
     texts, finishes, _, _, _ = await stream(
         running.openai(), model="perm", messages=USER, n=3, temperature=1.0, max_tokens=20

@@ -122,7 +122,7 @@ async def test_loglikelihood_of_a_prompt(running):
 
 
 async def test_echo_leaves_out_the_begin_token(running):
-    """ST-5: the tokens, joined, are the text."""
+    """The tokens, joined, are the text."""
     answer = await running.openai().completions.create(model="perm", prompt="abc", echo=True, max_tokens=1, logprobs=0)
     choice = answer.choices[0]
     assert choice.text == "abcd" == "".join(choice.logprobs.tokens)
@@ -152,7 +152,7 @@ async def test_add_special_tokens(running):
 
 
 async def test_context_length(running):
-    """CO-1: a context of 64: both numbers are named, and the last place is usable."""
+    """A context of 64: both numbers are named, and the last place is usable."""
     cases = [(62, None, 200), (63, 1, 200), (63, 2, 400), (64, 1, 400), (65, None, 400)]
     for length, max_tokens, expected in cases:
         body = {"prompt": [97] * length, "max_tokens": max_tokens}
@@ -174,7 +174,6 @@ async def test_one_bad_prompt_of_many_runs_none(running):
     "prompt", [[999999], [-1], [258], [[-1]], [], "", [[]], [""], [1.5], [True], [[97], "a"], [97, "a"]]
 )
 async def test_bad_prompts(running, prompt):
-    """SP-4."""
     status, answer = await running.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
     assert status == 400
     assert answer["error"]["param"] == "prompt"
@@ -269,7 +268,6 @@ async def test_bad_values_name_their_field(running, name, value):
     "name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 )
 async def test_no_number_that_is_not_finite(running, name, literal):
-    """SP-5."""
     body = f'{{"prompt": "a", "{name}": {literal}}}'
     async with running.http.post(
         "/v1/completions", data=body, headers={"Content-Type": "application/json"}

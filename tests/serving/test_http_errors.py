@@ -72,7 +72,7 @@ async def test_unknown_model(running, stream):
 
 
 async def test_too_large(launch):
-    """SV-3: the limit is an option, and a body that only unpacks to too much is stopped too."""
+    """The limit is an option, and a body that only unpacks to too much is stopped too."""
     running = await launch(max_request_body_bytes=2 << 20)
     body = json.dumps({"prompt": "a", "max_tokens": 1, "pad": "x" * (1 << 20)}).encode()
     async with running.http.post("/v1/completions", data=body, headers=JSON) as response:
@@ -128,7 +128,7 @@ async def test_unforeseen_errors_tell_nothing(running, caplog):
 
 
 async def test_request_id_is_a_label(running):
-    """R22, SV-6: short and plain ones come back, others do not; the engine never sees them."""
+    """R22: short and plain ones come back, others do not; the engine never sees them."""
     for given, kept in [("abc-1", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("x\u00e9", False)]:
         body = {"prompt": "a", "max_tokens": 1}
         async with running.http.post("/v1/completions", json=body, headers={"X-Request-Id": given}) as response:
@@ -150,7 +150,7 @@ async def test_the_same_request_id_twice_at_once(launch):
 
 
 async def test_the_servers_own_limit(launch):
-    """SV-5: past the cap 503, all are answered, and choices count one each; what can never fit is 400."""
+    """Past the cap 503, all are answered, and choices count one each; what can never fit is 400."""
     running = await launch(hold=True, max_queued=4)
     body = {"prompt": "a", "max_tokens": 1}
     tasks = [asyncio.create_task(running.post("/v1/completions", body)) for _ in range(50)]

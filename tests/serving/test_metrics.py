@@ -1,4 +1,4 @@
-"""Metrics: exact values after known traffic (MT-1, MT-2), names and buckets; and the log lines."""
+"""Metrics: exact values after known traffic, names and buckets; and the log lines."""
 
 import asyncio
 import logging

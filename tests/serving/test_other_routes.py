@@ -71,7 +71,6 @@ async def status_of(running, path: str) -> int:
 
 
 async def test_the_port_opens_before_the_engine_is_ready(launch):
-    """K8-2."""
     running = await launch(ready=False, start_s=0.1)
     starting = asyncio.create_task(running.server.start_engine())
     assert await status_of(running, "/live") == 200
@@ -87,7 +86,7 @@ async def test_the_port_opens_before_the_engine_is_ready(launch):
 
 
 async def test_a_dead_engine_is_not_healthy(launch):
-    """K8-1: open streams get an error event, open requests an error, health is 503, the process still lives."""
+    """Open streams get an error event, open requests an error, health is 503, the process still lives."""
     running = await launch(step_s=0.01)
     stream = {"prompt": "a", "max_tokens": 60, "stream": True}
     async with running.http.post("/v1/completions", json=stream) as response:

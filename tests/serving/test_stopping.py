@@ -1,4 +1,4 @@
-"""Stopping (SV-4) and dying (K8-1): exit codes of a real process, and what clients see meanwhile."""
+"""Stopping and dying: exit codes of a real process, and what clients see meanwhile."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The wire form of streams (R8), clients that leave (CD-1), and clients that do not read (SS-8)."""
+"""The wire form of streams (R8), clients that leave, and clients that do not read."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def test_headers_and_end(running, path):
     ],
 )
 async def test_usage(running, path, options, in_end, in_each):
-    """SS-2: the value counts, not the presence; the last chunk has no choices."""
+    """The value counts, not the presence; the last chunk has no choices."""
     body = PATHS[path] | {"stream": True, "max_tokens": 3, "stream_options": options}
     async with running.http.post(path, json=body) as response:
         chunks = [json.loads(item) for item in (await events(response))[:-1]]
@@ -66,7 +66,6 @@ async def test_usage(running, path, options, in_end, in_each):
 
 
 async def test_held_text_counts_in_usage(running):
-    """SS-1."""
     body = {"prompt": "a", "max_tokens": 9, "stop": "bcdefghijklmnop", "stream_options": {"include_usage": True}}
     async with running.http.post("/v1/completions", json=body | {"stream": True}) as response:
         chunks = [json.loads(item) for item in (await events(response))[:-1]]
@@ -76,7 +75,6 @@ async def test_held_text_counts_in_usage(running):
 
 
 async def test_many_streams_end_properly(running):
-    """SS-4."""
     rng = random.Random(0)
 
     async def one(length: int) -> None:
@@ -126,7 +124,7 @@ def send(sock: socket.socket, body: dict, path: str = "/v1/completions") -> None
 )
 @pytest.mark.parametrize("hold", [False, True], ids=["running", "queued"])
 async def test_a_client_that_leaves_aborts(launch, body, hold, half):
-    """CD-1: not streaming, streaming in mid-way, and queued before the first token; several prompts too."""
+    """Not streaming, streaming in mid-way, and queued before the first token; several prompts too."""
     running = await launch(step_s=0.01, hold=hold)
     running.engine.config.max_model_len = 100000
     sock = connect(running)
@@ -154,7 +152,7 @@ async def test_one_client_leaving_leaves_the_others(launch):
 
 
 async def test_a_reader_that_does_not_read_is_dropped(launch):
-    """SS-8: after the stall time its request is aborted; others run on at their own speed meanwhile."""
+    """After the stall time its request is aborted; others run on at their own speed meanwhile."""
     running = await launch(stall_timeout_s=0.2)
     running.engine.config.max_model_len = 10**7
     stalled = connect(running)
