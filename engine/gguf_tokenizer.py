@@ -11,9 +11,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from ..models.loading.errors import LoadError
+from ..models.loading.gguf_file import GGUFFile
 from .errors import ConfigError
 from .hf_tokenizers import PreTrainedTokenizerFast
 
@@ -72,13 +73,12 @@ def load_gguf_tokenizer(path: str | Path) -> tuple[PreTrainedTokenizerFast, froz
     Raises ConfigError when the file is no GGUF file, holds no tokenizer, or a kind that is not known here.
     """
     try:
-        reader = GGUFReader(str(path))
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{path}: not a readable GGUF file: {error}") from error
+        file = GGUFFile(Path(path))
+    except LoadError as error:
+        raise ConfigError(f"not a readable GGUF file: {error}") from error
+    file.close()
     metadata = {
-        name.removeprefix("tokenizer."): field.contents()
-        for name, field in reader.fields.items()
-        if name.startswith("tokenizer.")
+        name.removeprefix("tokenizer."): value for name, value in file.metadata.items() if name.startswith("tokenizer.")
     }
     return build_gguf_tokenizer(metadata, str(path))
 
