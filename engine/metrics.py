@@ -18,6 +18,9 @@ class FinishedRequest:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generation_tokens: int
+    """Of all choices together."""
+    max_num_generation_tokens: int
+    """Of the longest choice."""
     num_preemptions: int
     e2e_latency_s: float
     queue_time_s: float

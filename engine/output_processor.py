@@ -282,6 +282,7 @@ class _RequestState:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_generation_tokens=sum(choice.stream.num_tokens for choice in self.choices),
+            max_num_generation_tokens=max(choice.stream.num_tokens for choice in self.choices),
             num_preemptions=self._timing.num_preemptions,
             e2e_latency_s=now_s - arrival_s,
             queue_time_s=scheduled_s - arrival_s if scheduled_s else 0.0,

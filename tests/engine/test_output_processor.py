@@ -376,6 +376,7 @@ def test_statistics_are_recorded_once_per_request() -> None:
     assert (len(sink.first), len(sink.gaps)) == (2, 4 * 2 + 3)
     done = sink.finished[0]
     assert (done.request_id, done.n, done.max_tokens, done.num_generation_tokens) == ("a", 2, 9, 9)
+    assert done.max_num_generation_tokens == 5
     assert (done.num_prompt_tokens, done.num_preemptions, done.finish_reason) == (1, 3, FinishReason.STOP)
     assert done.time_to_first_token_s is not None
     assert 0 <= done.time_to_first_token_s <= done.e2e_latency_s

@@ -238,6 +238,7 @@ class _Run:
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=1,
             num_generation_tokens=tokens,
+            max_num_generation_tokens=max(len(choice.ids) for choice in self.choices),
             num_preemptions=0,
             e2e_latency_s=time.monotonic() - self.start_s,
             queue_time_s=0.0,

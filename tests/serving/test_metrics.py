@@ -44,6 +44,7 @@ async def test_finished_requests_are_counted_once(running):
     assert after["vllm:time_to_first_token_seconds_bucket", "+Inf"] == 4
     assert after["vllm:request_prompt_tokens_sum",] == 7
     assert after["vllm:request_generation_tokens_sum",] == 1 + 2 + 5 + 3
+    assert after["vllm:request_max_num_generation_tokens_sum",] == 1 + 2 + 5 + 3
     assert after["vllm:request_params_max_tokens_sum",] == 1 + 2 + 5 + 9
     assert after["vllm:request_time_per_output_token_seconds_count",] == 3
     assert after["vllm:prompt_tokens_total",] == 7
