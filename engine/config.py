@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..models.config import SAMPLING_KEYS
 from .args import EngineArgs
-from .errors import ConfigError
-from .sampling_params import MAX_LOGPROBS
+from .errors import ConfigError, RequestError
+from .sampling_params import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class EngineConfig:
         """Checks the options. Raises ConfigError naming the one that cannot be served."""
         _check_choices(args)
         _check_ranges(args)
+        _check_generation_config(args)
         _check_unbuilt(args)
         return cls(
             model=ModelOptions(
@@ -231,6 +233,20 @@ def _check_ranges(args: EngineArgs) -> None:
         raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, got {args.max_logprobs}")
     if args.swap_space < 0:
         raise ConfigError(f"swap_space must not be negative, got {args.swap_space}")
+
+
+def _check_generation_config(args: EngineArgs) -> None:
+    if args.generation_config not in ("auto", "vllm"):
+        raise ConfigError(f"generation_config {args.generation_config!r} is not supported; known: auto, vllm")
+    override = args.override_generation_config or {}
+    if unknown := sorted(set(override) - set(SAMPLING_KEYS)):
+        raise ConfigError(
+            f"override_generation_config: {unknown[0]!r} is not supported; known: {', '.join(SAMPLING_KEYS)}"
+        )
+    try:
+        SamplingParams(**{SAMPLING_KEYS[key]: value for key, value in override.items()})
+    except RequestError as error:
+        raise ConfigError(f"override_generation_config: {error}") from error
 
 
 def _check_unbuilt(args: EngineArgs) -> None:

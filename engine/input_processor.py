@@ -4,9 +4,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from ..models.config import SAMPLING_KEYS
 from .admission import check_fits
 from .config import EngineConfig
-from .errors import RequestError
+from .errors import ConfigError, RequestError
 from .messages import EngineRequest
 from .sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from .tokenizer import Tokenizer
@@ -136,6 +137,18 @@ class InputProcessor:
 def default_sampling_params(
     generation_defaults: Mapping[str, Any], generation_config: str, override: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The model's sampling defaults: its generation_config.json ("auto") or none ("vllm"), under the override's."""
-    defaults = dict(generation_defaults) if generation_config == "auto" else {}
-    return {**defaults, **(override or {})}
+    """The model's sampling defaults: its generation_config.json ("auto") or none ("vllm"), under the override's.
+
+    ``override`` has generation_config.json's names, the result those of SamplingParams. Raises ConfigError for a
+    value that no request could have: it would be every caller's error.
+    """
+    own = {SAMPLING_KEYS[key]: value for key, value in (override or {}).items()}
+    defaults = {**(generation_defaults if generation_config == "auto" else {}), **own}
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise ConfigError(
+            f"generation_config.json: {error}; leave it aside with generation_config='vllm', or set the value with "
+            "override_generation_config"
+        ) from error
+    return defaults

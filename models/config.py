@@ -20,7 +20,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 _DTYPES = ("float32", "bfloat16", "float16")
-_SAMPLING_KEYS = {
+SAMPLING_KEYS = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -29,6 +29,8 @@ _SAMPLING_KEYS = {
     "max_new_tokens": "max_tokens",
 }
 """generation_config key → SamplingParams field."""
+_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Where GPTQ, AWQ and ModelOpt checkpoints describe themselves when config.json does not."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OUTER_KEYS = (
     "architectures",
@@ -117,7 +119,7 @@ class ModelConfig:
             max_window_layers=_integer(values, "max_window_layers", 0, low=0),
             eos_token_ids=_token_ids(values.get("eos_token_id"), generation.get("eos_token_id")),
             bos_token_id=next(iter(_token_ids(values.get("bos_token_id"), generation.get("bos_token_id"))), None),
-            sampling_defaults={ours: generation[key] for key, ours in _SAMPLING_KEYS.items() if key in generation},
+            sampling_defaults={ours: generation[key] for key, ours in SAMPLING_KEYS.items() if key in generation},
             raw=values,
         )
 
@@ -130,10 +132,12 @@ class ModelConfig:
         folder = Path(path)
         raw = flatten_config(_read_json(folder / "config.json"))
         raw = apply_overrides(raw, hf_overrides)
-        if (folder / "hf_quant_config.json").exists():
-            raise ModelConfigError(f"{folder}: hf_quant_config.json: ModelOpt quantisation is not supported")
         generation = folder / "generation_config.json"
-        return cls.from_dict(raw, _read_json(generation) if generation.exists() else None)
+        config = cls.from_dict(raw, _read_json(generation) if generation.exists() else None)
+        for name in _QUANTIZATION_FILES:
+            if (folder / name).exists():
+                raise ModelConfigError(f"{folder} has {name}: quantised weights are not supported")
+        return config
 
     @property
     def max_context_tokens(self) -> int:
@@ -301,4 +305,4 @@ def _token_ids(*found: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-__all__ = ["ModelConfig", "ModelConfigError", "flatten_config"]
+__all__ = ["SAMPLING_KEYS", "ModelConfig", "ModelConfigError", "flatten_config"]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -108,6 +109,33 @@ def port_number(text: str) -> int:
     return int(text)
 
 
+def positive_int(text: str) -> int:
+    """As ``human_int``, from 1 on."""
+    value = human_int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time; 0 and the endless ones are no times to wait."""
+    value = wait_seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be more than 0 seconds")
+    return value
+
+
+def wait_seconds(text: str) -> float:
+    """A time that may be 0: not waiting."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -208,16 +236,18 @@ def _add_server_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--allowed-methods", type=text_list, default=["*"])
     group.add_argument("--allowed-headers", type=text_list, default=["*"])
     group.add_argument("--allow-credentials", action="store_true")
-    group.add_argument("--max-request-body-bytes", type=human_int, default=32 << 20)
-    group.add_argument("--max-prompts-per-request", type=human_int, default=1024)
+    group.add_argument("--max-request-body-bytes", type=positive_int, default=32 << 20)
+    group.add_argument("--max-prompts-per-request", type=positive_int, default=1024)
     group.add_argument("--max-num-queued-reqs", type=human_int, default=16384, help="more are answered 503")
     group.add_argument(
-        "--shutdown-timeout", type=float, default=25.0, help="seconds running requests get after SIGTERM"
+        "--shutdown-timeout", type=wait_seconds, default=25.0, help="seconds running requests get after SIGTERM"
     )
     group.add_argument(
-        "--stall-timeout", type=float, default=60.0, help="seconds until a client that reads nothing is cut"
+        "--stall-timeout", type=seconds, default=60.0, help="seconds until a client that reads nothing is cut"
     )
-    group.add_argument("--stuck-timeout", type=float, default=10.0, help="seconds without progress until /health fails")
+    group.add_argument(
+        "--stuck-timeout", type=seconds, default=10.0, help="seconds without progress until /health fails"
+    )
     group.add_argument("--log-level", "--uvicorn-log-level", choices=LEVELS, default="info")
     group.add_argument("--disable-log-stats", action="store_true", help="no line per request, no line every 10 s")
     group.add_argument("--disable-access-log", "--disable-uvicorn-access-log", action="store_true")
@@ -255,10 +285,15 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
 
 
 def server_options(args: argparse.Namespace, environment_keys: Sequence[str]) -> ServerOptions:
-    """The server's share; keys of the environment count when none are given. Raises ValueError for an empty key."""
+    """The server's share; keys of the environment count when none are given.
+
+    Raises ValueError for an empty key, and for a private key without its certificate.
+    """
     keys = tuple(args.api_key or environment_keys)
     if not all(keys):
         raise ValueError("an API key is empty")
+    if args.ssl_keyfile and not args.ssl_certfile:
+        raise ValueError("--ssl-keyfile needs --ssl-certfile")
     origins = args.allowed_origins
     if origins is None:
         # Without a key, any page that a user of this machine visits could use the server if it were allowed to.

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.errors import RequestError
-from octavo.engine.input_processor import InputProcessor
+from octavo.engine.errors import ConfigError, RequestError
+from octavo.engine.input_processor import InputProcessor, default_sampling_params
 from octavo.engine.messages import EngineRequest
 from octavo.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -78,3 +78,19 @@ def test_min_tokens_must_fit_the_rest_of_the_context() -> None:
     assert make([5] * 4, max_tokens=None, min_tokens=60).sampling_params.max_tokens == 60
     with pytest.raises(RequestError, match="min_tokens"):
         make([5] * 4, max_tokens=None, min_tokens=61)
+
+
+def test_sampling_defaults_are_the_models_under_the_operators() -> None:
+    own = {"temperature": 0.6, "top_k": 20}
+    assert default_sampling_params(own, "auto", None) == own
+    assert default_sampling_params(own, "vllm", None) == {}
+    override = {"temperature": 0.2, "max_new_tokens": 7}
+    assert default_sampling_params(own, "auto", override) == {"temperature": 0.2, "top_k": 20, "max_tokens": 7}
+    assert default_sampling_params(own, "vllm", override) == {"temperature": 0.2, "max_tokens": 7}
+
+
+def test_defaults_that_no_request_could_have_are_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="top_p"):
+        default_sampling_params({"top_p": 0.0}, "auto", None)
+    assert default_sampling_params({"top_p": 0.0}, "vllm", None) == {}
+    assert default_sampling_params({"top_p": 0.0}, "auto", {"top_p": 1.0}) == {"top_p": 1.0}

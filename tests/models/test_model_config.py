@@ -222,9 +222,11 @@ def test_from_folder_and_overrides(tmp_path: Path) -> None:
     assert changed.vocab_size == 400
     assert changed.eos_token_ids == (5,)
     assert changed.rope_of(0) == RopeSpec(kind="linear", theta=5000.0, rotary_dim=16, factor=2.0)
-    (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ModelConfigError, match="ModelOpt"):
-        ModelConfig.from_folder(tmp_path)
+    for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ModelConfigError, match=name):
+            ModelConfig.from_folder(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
