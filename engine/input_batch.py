@@ -107,12 +107,15 @@ class InputBatch:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._params = np.zeros((max_num_seqs, len(ROW_PARAMS)), np.int32)
+        self._drawn_positions = [-1] * max_num_seqs
+        """Place in the sequence of the token that each row drew last; -1 when its owner has drawn none in this row."""
         self._row_layout = row_update_layout(max_model_len, max_blocks)
 
     def row_update(self, scheduled: ScheduledRow) -> np.ndarray:
         """The full device state of a row that a request was admitted to; also notes its sampling parameters."""
         request = scheduled.request
         self._params[request.row] = _row_params(request)
+        self._drawn_positions[request.row] = -1
         packed = np.zeros(self._row_layout.size, np.int32)
         views = {name: packed[where].reshape(shape) for name, (where, shape) in self._row_layout.slices().items()}
         views["row"][0] = request.row
@@ -158,17 +161,18 @@ class InputBatch:
         indices[:count] = starts[1 : count + 1] - 1
         entry_of = {}
         for entry, scheduled in enumerate(plan.rows):
-            request = scheduled.request
+            request, end = scheduled.request, scheduled.start + scheduled.num_tokens
             entry_of[id(scheduled)] = entry
             if scheduled.parent is not None:
                 indices[entry] = indices[entry_of[id(scheduled.parent)]]
-            elif scheduled.num_tokens == 1 and not scheduled.admitted and scheduled.start >= request.num_prompt_tokens:
+            elif scheduled.num_tokens == 1 and scheduled.start == self._drawn_positions[request.row]:
                 token_ids[starts[entry]] = LAST_TOKEN
             else:
-                end = scheduled.start + scheduled.num_tokens
                 token_ids[starts[entry] : starts[entry + 1]] = request.token_ids[scheduled.start : end]
             if request.params.min_tokens > request.num_output_tokens:
                 views["suppress_stop"][entry] = 1
+            if scheduled.samples:
+                self._drawn_positions[request.row] = end
 
     def _pack_deltas(self, plan: SchedulerOutput, deltas: np.ndarray) -> None:
         """Blocks added to rows that were running already; admitted rows were written in full."""

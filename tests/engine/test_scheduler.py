@@ -81,6 +81,19 @@ def test_preemption_gives_the_same_tokens_and_spares_the_oldest():
         assert outputs[name, 0] == expected_tokens(prompt, 16)
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_resumed_request_whose_last_chunk_is_one_token_reads_it_from_the_host(caching):
+    """The row's new state has no last token yet, although the place is past the prompt."""
+    harness = Harness(num_blocks=32, budget=8, caching=caching)
+    harness.add("a", PROMPT, max_tokens=20)
+    while next(harness.scheduler.requests).num_tokens != 17:
+        harness.step()
+    harness.scheduler._preempt(harness.scheduler.running[0])
+    harness.kv.pool.reset_cache()
+    assert [harness.step().num_tokens for _ in range(3)] == [8, 8, 1]
+    assert harness.run()["a", 0] == expected_tokens(PROMPT, 20)
+
+
 def test_two_half_loaded_prompts_do_not_block_each_other():
     harness = Harness(num_blocks=11, budget=8, max_num_seqs=4)
     prompts = {"a": list(range(24)), "b": list(range(50, 74))}

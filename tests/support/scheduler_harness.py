@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from octavo.engine.buckets import BucketTable
+from octavo.engine.input_batch import LAST_TOKEN, InputBatch, packed_layout, row_update_layout
 from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.messages import EngineRequest
 from octavo.engine.sampling_params import SamplingParams
@@ -38,15 +40,80 @@ def make_request(request_id: str, prompt: list[int], *, stops: frozenset[int] = 
     )
 
 
+class Device:
+    """A stand-in for the device: reads packed inputs as the step does; its KV pool holds token ids."""
+
+    def __init__(self, num_blocks, block_size, max_num_seqs, budget, max_model_len):
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+        self.buckets = BucketTable(max_num_seqs, budget)
+        self.batch = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            vocab_size=VOCAB,
+        )
+        self.row_layout = row_update_layout(max_model_len, max_blocks)
+        self.pool = np.full((num_blocks, block_size), -1)
+        self.tables = np.zeros((max_num_seqs, max_blocks), int)
+        self.last_tokens = np.zeros(max_num_seqs, int)
+
+    def run(self, plan):
+        """The step's writes; the token of each row of the plan, 0 where it draws none."""
+        for row in plan.rows:
+            if row.admitted:
+                fields = self._unpack(self.batch.row_update(row), self.row_layout)
+                self.tables[fields["row"][0]] = fields["block_table"]
+                self.last_tokens[fields["row"][0]] = 0
+        bucket = self.buckets.select(plan.num_tokens, len(plan.rows), decode_only=plan.decode_only)
+        fields = self._unpack(self.batch.pack(plan, bucket), packed_layout(bucket, self.block_size))
+        for row, index, block in fields["table_deltas"]:
+            if row < len(self.tables):
+                self.tables[row, index] = block
+        histories = [self._compute(fields, entry) for entry in range(len(plan.rows))]
+        tokens = [self._draw(plan, fields, histories, entry) for entry in range(len(plan.rows))]
+        for source, destination in plan.block_copies:
+            self.pool[destination] = self.pool[source]
+        return tokens
+
+    def _unpack(self, packed, layout):
+        return {name: packed[where].reshape(shape) for name, (where, shape) in layout.slices().items()}
+
+    def _compute(self, fields, entry):
+        """Writes a row's tokens and reads its whole history through its block table, as attention would."""
+        row, length = fields["rows"][entry], fields["seq_lens"][entry]
+        first, end = fields["query_start_loc"][entry : entry + 2]
+        slots = [(self.tables[row, p // self.block_size], p % self.block_size) for p in range(length)]
+        for token_id, (block, place) in zip(
+            fields["token_ids"][first:end], slots[length - (end - first) :], strict=True
+        ):
+            assert block != 0, "a write to the null block"
+            self.pool[block, place] = self.last_tokens[row] if token_id == LAST_TOKEN else token_id
+        return [int(self.pool[slot]) for slot in slots]
+
+    def _draw(self, plan, fields, histories, entry):
+        row = plan.rows[entry]
+        if not fields["samples"][entry]:
+            return 0
+        source = next(i for i, other in enumerate(plan.rows) if other is (row.parent or row))
+        assert fields["logits_indices"][entry] == fields["query_start_loc"][source + 1] - 1
+        history, request = histories[source], row.request
+        assert history == request.token_ids[: fields["positions"][entry]], f"KV of {request} holds another sequence"
+        token = next_token(history, request.index)
+        self.last_tokens[fields["rows"][entry]] = token
+        return token
+
+
 class Harness:
-    """A scheduler plus a stand-in for the device that keeps the KV pool's content as token ids."""
+    """A scheduler over a ``Device``."""
 
     def __init__(self, num_blocks=16, block_size=4, max_num_seqs=4, budget=16, max_model_len=40, caching=True):
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
             self.kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
         )
-        self.pool = np.full((num_blocks, block_size), -1)
+        self.device = Device(num_blocks, block_size, max_num_seqs, budget, max_model_len)
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], str] = {}
         self.num_steps = 0
@@ -61,11 +128,7 @@ class Harness:
         self.num_steps += 1
         assert plan.num_tokens == sum(row.num_tokens for row in plan.rows) <= self.scheduler.max_num_batched_tokens
         assert len({row.request.row for row in plan.rows}) == len(plan.rows) <= self.scheduler.max_num_seqs
-        for row in plan.rows:
-            self._write(row)
-        tokens = [self._sample(row) for row in plan.rows]
-        for source, destination in plan.block_copies:
-            self.pool[destination] = self.pool[source]
+        tokens = self.device.run(plan)
         self.take(self.scheduler.update(plan, self._sampled(plan, tokens)))
         self.scheduler.check_integrity()
         for request in self.scheduler.requests:
@@ -86,25 +149,6 @@ class Harness:
             assert self.num_steps < limit, "no end in sight"
         assert self.kv.pool.num_free == self.kv.pool.num_usable
         return self.outputs
-
-    def _write(self, row):
-        """The step's KV: each position's slot now holds its token."""
-        size = self.kv.block_size
-        for position in range(row.start, row.start + row.num_tokens):
-            block = row.request.blocks[position // size].block_id
-            assert block != 0, "a write to the null block"
-            self.pool[block, position % size] = row.request.token_ids[position]
-
-    def _sample(self, row):
-        """Reads the row's whole history through its block table, as attention would."""
-        if not row.samples:
-            return 0
-        source = row.parent.request if row.parent else row.request
-        size = self.kv.block_size
-        length = row.start + row.num_tokens
-        history = [int(self.pool[source.blocks[p // size].block_id, p % size]) for p in range(length)]
-        assert history == row.request.token_ids[:length], f"KV of {row.request} holds another sequence"
-        return next_token(history, row.request.index)
 
     def _sampled(self, plan, tokens):
         count = len(plan.rows)
