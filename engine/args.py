@@ -34,7 +34,7 @@ class EngineArgs:
     seed: int = 0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    """None: 64 on CPU, 256 on GPU."""
+    """None: 64 on CPU, 256 on GPU, but no more than max_num_batched_tokens."""
     max_num_batched_tokens: int | None = None
     """None: 512 on CPU, 2048 on GPU."""
     block_size: int = 16

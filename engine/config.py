@@ -164,8 +164,9 @@ class EngineConfig:
         max_model_len = self.scheduler.max_model_len or context_len
         if max_model_len > context_len:
             raise ConfigError(f"max_model_len {max_model_len} is more than the model's context of {context_len} tokens")
-        max_num_seqs = self.scheduler.max_num_seqs or (64 if on_cpu else 256)
-        budget = self.scheduler.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
+        given = self.scheduler.max_num_batched_tokens
+        max_num_seqs = self.scheduler.max_num_seqs or min(64 if on_cpu else 256, given or 256)
+        budget = given or max(512 if on_cpu else 2048, max_num_seqs)
         if budget < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {budget} must be at least max_num_seqs {max_num_seqs}: every row gets a token"

@@ -55,8 +55,8 @@ class InputProcessor:
         params = self._complete(params, len(token_ids))
         if priority:
             raise RequestError("priority needs the priority scheduling policy, which is not available yet", "priority")
-        if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_CHARS):
-            raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_CHARS} characters", "cache_salt")
+        if cache_salt is not None:
+            _check_salt(cache_salt)
         eos = frozenset() if params.ignore_eos else self._eos_ids
         stops = frozenset(params.stop_token_ids or ())
         if params.min_tokens and len(eos | stops) > MAX_STOP_TOKEN_IDS:
@@ -87,6 +87,8 @@ class InputProcessor:
                 raise RequestError("a prompt needs the field prompt or prompt_token_ids", "prompt")
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"prompt must be a text, got {type(text).__name__}", "prompt")
+            if isinstance(ids, str | Mapping):
+                raise RequestError(f"prompt_token_ids must be a list of ids, got {type(ids).__name__}", "prompt")
             given: Any = text if ids is None else ids
             return text, self._tokens(given)[1]
         if isinstance(prompt, str):
@@ -132,6 +134,16 @@ class InputProcessor:
             extra = self._tokenizer.stop_ids_for(params.stop)
             changes["stop_token_ids"] = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *extra)))
         return params.clone(**changes) if changes else params
+
+
+def _check_salt(salt: object) -> None:
+    """The salt is hashed as UTF-8 in the engine's loop, where half a surrogate pair would be an error of the engine."""
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_CHARS} characters", "cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt is not valid Unicode: {error.reason}", "cache_salt") from error
 
 
 def default_sampling_params(

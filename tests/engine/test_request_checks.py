@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from octavo.engine.args import EngineArgs
+from octavo.engine.config import EngineConfig
 from octavo.engine.errors import ConfigError, RequestError
 from octavo.engine.input_processor import InputProcessor, default_sampling_params
 from octavo.engine.messages import EngineRequest
@@ -24,7 +26,25 @@ def make(prompt: Any, **options: Any) -> EngineRequest:
     return InputProcessor(CONFIG, None).make_request("r", prompt, SamplingParams(**options))[0]
 
 
-@pytest.mark.parametrize("prompt", [[300], [-1], [[-1]], [], "", [1.5], [True], ["1"], 7, None, b"ab", {"text": "a"}])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [300],
+        [-1],
+        [[-1]],
+        [],
+        "",
+        [1.5],
+        [True],
+        ["1"],
+        7,
+        None,
+        b"ab",
+        {"text": "a"},
+        {"prompt_token_ids": "ab"},
+        {"prompt_token_ids": {"prompt": "ab"}},
+    ],
+)
 def test_what_is_no_list_of_known_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(RequestError):
         make(prompt, max_tokens=1)
@@ -94,3 +114,22 @@ def test_defaults_that_no_request_could_have_are_refused_at_start() -> None:
         default_sampling_params({"top_p": 0.0}, "auto", None)
     assert default_sampling_params({"top_p": 0.0}, "vllm", None) == {}
     assert default_sampling_params({"top_p": 0.0}, "auto", {"top_p": 1.0}) == {"top_p": 1.0}
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 7, b"x", "\ud800"])
+def test_a_salt_that_cannot_be_hashed_is_refused_before_the_engine(salt: Any) -> None:
+    processor = InputProcessor(CONFIG, None)
+    with pytest.raises(RequestError, match="cache_salt") as caught:
+        processor.make_request("r", [5], SamplingParams(), cache_salt=salt)
+    assert caught.value.param == "cache_salt"
+    assert processor.make_request("r", [5], SamplingParams(), cache_salt="größe")[0].cache_salt == "größe"
+
+
+def test_a_small_budget_alone_lowers_the_number_of_rows() -> None:
+    model = {"context_len": 64, "model_path": "m", "model_name": "m", "vocab_size": 300, "eos_token_ids": frozenset()}
+    for args, rows in [({}, 64), ({"max_num_batched_tokens": 32}, 32), ({"max_num_batched_tokens": 600}, 64)]:
+        config = EngineConfig.from_args(EngineArgs(**args)).resolve(platform="cpu", **model)
+        assert (config.max_num_seqs, config.max_num_batched_tokens) == (rows, args.get("max_num_batched_tokens", 512))
+    refused = EngineConfig.from_args(EngineArgs(max_num_batched_tokens=32, max_num_seqs=33))
+    with pytest.raises(ConfigError, match="max_num_seqs 33"):
+        refused.resolve(platform="cpu", **model)
