@@ -52,9 +52,13 @@ def machine_key() -> str:
 def enable_compile_cache(folder: str | None) -> Path | None:
     """Turns on JAX's persistent cache in a sub-folder of ``folder`` for this kind of machine; None on failure.
 
-    A folder that cannot be written is a warning, not an error: the server still starts.
+    A folder that cannot be written, or no home to put it in, is a warning, not an error: the server still starts.
     """
-    root = Path(folder) if folder else Path.home() / ".cache" / "octavo" / "compiled"
+    try:
+        root = Path(folder) if folder else Path.home() / ".cache" / "octavo" / "compiled"
+    except RuntimeError as error:  # a user id without a name and a home, as containers have
+        logger.warning("compiled programs are not kept: %s; give a compile_cache_dir", error)
+        return None
     path = root / machine_key()
     try:
         path.mkdir(parents=True, exist_ok=True)

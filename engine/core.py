@@ -55,6 +55,17 @@ class EngineCore:
             num_tokens = plan.num_tokens
         return StepOutputs(outputs=outputs, stats=self.stats(num_tokens))
 
+    def recover(self) -> None:
+        """After a step that failed or was interrupted: ends every request without a word and rebuilds the KV pool.
+
+        The step may have consumed the device state, and its results are unknown, so no KV is kept.
+        """
+        for request in list(self.scheduler.requests):
+            self.scheduler.finish(request, FinishReason.ABORT)
+        self._pending.clear()
+        self.runner.reset()
+        self.reset_prefix_cache()
+
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False while requests hold blocks."""
         return self.scheduler.kv.pool.reset_cache()

@@ -11,7 +11,6 @@ from .config import EngineConfig
 from .errors import RequestError
 from .input_processor import InputProcessor, Prompt, default_sampling_params
 from .launch import launch_core, open_model
-from .messages import AbortRequest
 from .metrics import NullStatSink
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
@@ -71,16 +70,16 @@ class LLM:
             self._inputs.make_request(str(next(self._ids)), prompt, _final_only(one))
             for prompt, one in zip(listed, params, strict=True)
         ]
-        for request, text in requests:
-            self._outputs.add_request(request, text)
-            self._core.handle(request)
         order = {request.request_id: place for place, (request, _) in enumerate(requests)}
         results: list[RequestOutput | None] = [None] * len(requests)
         try:
+            for request, text in requests:
+                self._outputs.add_request(request, text)
+                self._core.handle(request)
             for output in self._run(len(requests), use_tqdm):
                 results[order[output.request_id]] = output
         except BaseException:
-            self._abort(order)
+            self._recover(order)
             raise
         assert all(one is not None for one in results), "a request was lost"
         return cast(list[RequestOutput], results)
@@ -93,9 +92,13 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, rendered with the model's chat template."""
+        """Answers one conversation or a list of them, rendered with the model's chat template.
+
+        ``tools`` are function definitions for the template; a call to one comes back as text.
+        """
         if self._tokenizer is None:
             raise RequestError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init", "messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -104,6 +107,7 @@ class LLM:
                 cast(ChatMessages, conversation),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
@@ -138,13 +142,11 @@ class LLM:
                         bar.update()
                         yield output
 
-    def _abort(self, request_ids: Mapping[str, int]) -> None:
-        """After an interrupt: nothing of this call may stay in the engine."""
+    def _recover(self, request_ids: Mapping[str, int]) -> None:
+        """After an error or an interrupt: nothing of this call stays in the engine, and the next one works."""
         for request_id in request_ids:
-            self._core.handle(AbortRequest(request_id=request_id))
             self._outputs.abort(request_id)
-        if not self._core.scheduler.has_work:
-            self._core.step()
+        self._core.recover()
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

@@ -5,6 +5,8 @@ from typing import TypedDict
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .buckets import BucketTable
 from .config import EngineConfig
@@ -57,7 +59,9 @@ class ModelRunner:
         self._open_masks: dict[int, jax.Array] = {}
 
     def reset(self) -> None:
-        """Rebuilds the device state after a failed step, which has consumed it; all KV is lost."""
+        """Rebuilds the device state after a step that failed and may have consumed it; all KV is lost."""
+        for array in jax.tree.leaves(self._state):
+            array.delete()  # what is left of it, before the pool's memory is asked for once more
         self._state = create_state(self._spec, self._mesh)
 
     def dispatch(self, plan: SchedulerOutput) -> StepHandle:
@@ -90,7 +94,7 @@ class ModelRunner:
         """An allow-mask that allows everything, resident on the device."""
         if num_rows not in self._open_masks:
             full = np.full((num_rows, self.programs.mask_words), -1, np.int32)
-            self._open_masks[num_rows] = jax.device_put(full)
+            self._open_masks[num_rows] = jax.device_put(full, NamedSharding(self._mesh, P()))
         return self._open_masks[num_rows]
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:

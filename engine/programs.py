@@ -83,9 +83,15 @@ class Programs:
         started = time.monotonic()
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
             futures = {pool.submit(job): name for name, job in jobs}
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                progress(f"compiled {futures[future]}, {done} of {len(jobs)}, after {time.monotonic() - started:.1f} s")
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    future.result()
+                    seconds = time.monotonic() - started
+                    progress(f"compiled {futures[future]}, {done} of {len(jobs)}, after {seconds:.1f} s")
+            except BaseException:
+                # An error or an interrupt: what has not begun would only delay it.
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """Device memory that a bucket's program needs besides its arguments and results."""

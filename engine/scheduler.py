@@ -292,7 +292,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _release_forks(self, request_id: str) -> None:
-        """Choices that could not fork become ordinary waiting requests; the prompt is in the prefix cache by then."""
+        """Choices that could not fork become ordinary waiting requests; the prefix cache, if on, has their prompt."""
         for choice in reversed(self._forking.pop(request_id, [])):
             choice.status = RequestStatus.WAITING
             self.waiting.appendleft(choice)

@@ -37,10 +37,6 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
 
     @property
-    def is_empty(self) -> bool:
-        return not self.rows
-
-    @property
     def decode_only(self) -> bool:
         """One token a row, no forks."""
         return all(row.num_tokens == 1 for row in self.rows)

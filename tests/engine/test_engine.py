@@ -1,8 +1,10 @@
 """The whole engine on a tiny random model: the same tokens however they are computed."""
 
+import itertools
 import warnings
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from conftest_paths import CACHE_FOLDER
@@ -256,6 +258,28 @@ def test_logits_that_are_not_finite_fail_the_request_alone(tmp_path):
     assert good.outputs[0].finish_reason == "length"
     (again,) = engine.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
     assert again.outputs[0].token_ids == good.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("consumed", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_call_after_an_error_or_an_interrupt_works(llm, alone, monkeypatch, error, consumed):
+    runner = llm._core.runner
+    resolve, steps = runner.resolve, itertools.count()
+
+    def fail_once(handle):
+        if next(steps) == 3:
+            for array in jax.tree.leaves(runner._state) if consumed else ():
+                array.delete()
+            raise error
+        return resolve(handle)
+
+    monkeypatch.setattr(runner, "resolve", fail_once)
+    with pytest.raises(error):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert not llm._core.has_work
+    assert llm._outputs.num_unfinished == 0
+    assert llm._core.stats().kv_cache_usage == 0.0
+    assert tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
 
 
 def test_bad_prompts_are_refused_before_anything_runs(llm):

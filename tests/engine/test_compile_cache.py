@@ -1,0 +1,48 @@
+"""Where compiled programs are kept: whatever is wrong with the folder, the engine starts."""
+
+import logging
+from pathlib import Path
+
+import jax
+import pytest
+
+from octavo.engine.compile_cache import enable_compile_cache, machine_key
+
+
+@pytest.fixture(autouse=True)
+def kept_settings():
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    values = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in values.items():
+        jax.config.update(name, value)
+
+
+def test_programs_are_kept_by_kind_of_machine(tmp_path):
+    path = enable_compile_cache(str(tmp_path / "cache"))
+    assert path == tmp_path / "cache" / machine_key()
+    assert path.is_dir()
+    assert jax.config.jax_compilation_cache_dir == str(path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    before = jax.config.jax_compilation_cache_dir
+    with caplog.at_level(logging.WARNING):
+        assert enable_compile_cache(str(tmp_path / "file")) is None
+    assert "not kept" in caplog.text
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_user_without_a_home_is_a_warning(monkeypatch, caplog):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with caplog.at_level(logging.WARNING):
+        assert enable_compile_cache(None) is None
+    assert "home directory" in caplog.text
