@@ -70,7 +70,8 @@ def open_model(config: EngineConfig, *, skip_tokenizer: bool = False, chat_templ
     tokenizer = Tokenizer.load(
         str(resolved.path),
         options.tokenizer,
-        revision=options.revision,
+        # The model's own tokenizer is among its files already; another repository has revisions of its own.
+        revision=options.revision if options.tokenizer == options.model else None,
         download_dir=options.download_dir,
         chat_template=chat_template,
     )

@@ -34,7 +34,7 @@ class Client:
         return models[0]["id"]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """First choices of a stream's chunks. Raises ClientError."""
+        """First choices of a stream's chunks. Raises ClientError, also for a stream that is cut off."""
         connection, response = self._request("POST", path, body | {"stream": True})
         try:
             for line in response:
@@ -48,6 +48,9 @@ class Client:
                     raise ClientError(chunk["error"]["message"])
                 if chunk["choices"]:
                     yield chunk["choices"][0]
+            raise ClientError("the answer ended before it was complete")
+        except (OSError, http.client.HTTPException) as error:
+            raise ClientError(f"the answer ended before it was complete: {error}") from None
         finally:
             connection.close()
 

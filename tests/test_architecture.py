@@ -33,7 +33,7 @@ DEVICE_HALF = {
 }
 """Engine modules that may import jax and models, besides ``sampler*``. All others are the host half."""
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "orbax"}
-JAX_FREE_MODELS = {"models.config", "models.errors"}
+JAX_FREE_MODELS = {"models.config", "models.errors", "models.loading.errors", "models.loading.gguf_file"}
 """Modules of ``models`` without jax, which the host half may read."""
 LAZY_IMPORTS = {
     ("__init__.py", "__getattr__"),

@@ -115,7 +115,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
             "not. Use a safetensors version of the model, or convert it with transformers' save_pretrained",
             file=folder,
         )
-    raise LoadError(f"has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there", file=folder)
+    raise LoadError(
+        f"has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there (pickle files are not even downloaded)",
+        file=folder,
+    )
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +12,10 @@ from conftest_paths import CACHE_FOLDER
 from tiny_model import tiny_model
 
 from octavo import LLM, RequestError, SamplingParams
+from octavo.engine import launch
+from octavo.engine.args import EngineArgs
 from octavo.engine.compile_cache import COMPILES
+from octavo.engine.config import EngineConfig
 from octavo.engine.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -327,3 +331,13 @@ def test_eager_compiles_on_first_use_only(folder, alone):
     assert used > before
     engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
     assert COMPILES.total == used
+
+
+def test_the_models_revision_is_not_asked_of_another_tokenizer(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(launch, "resolve_model", lambda *args, **options: SimpleNamespace(path=folder))
+    monkeypatch.setattr(launch.Tokenizer, "load", lambda *args, revision, **options: asked.append(revision))
+    for tokenizer in (None, "some/other", str(folder)):
+        args = EngineArgs(model=str(folder), revision="v2", tokenizer=tokenizer)
+        launch.open_model(EngineConfig.from_args(args))
+    assert asked == [None, None, "v2"]

@@ -7,6 +7,7 @@ import pytest
 from conftest_paths import CACHE_FOLDER
 
 from octavo import LLM, SamplingParams
+from octavo.engine.chat_template import ChatTemplate
 from octavo.models.loading.default_model import find_default_model
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "smollm2.json").read_text(encoding="utf-8"))
@@ -49,3 +50,13 @@ def test_chat_answers_and_stops(llm):
     (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
     assert output.outputs[0].text == "The capital of France is Paris."
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_tools_reach_the_template(llm, monkeypatch):
+    tokenizer = llm.get_tokenizer()
+    template = ChatTemplate("{{ tools[0].function.name }}: {{ messages[0].content }}", {})
+    monkeypatch.setattr(tokenizer, "_template", template)
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    (output,) = llm.chat([{"role": "user", "content": "Oslo?"}], params, use_tqdm=False, tools=tools)
+    assert tokenizer.decode(output.prompt_token_ids) == "weather: Oslo?"

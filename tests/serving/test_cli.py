@@ -206,3 +206,27 @@ async def test_no_server():
     code, _, err = await run("chat", "hi", "--url", "http://127.0.0.1:9")
     assert code == 1
     assert "no answer from http://127.0.0.1:9" in err
+
+
+async def test_an_error_in_mid_stream_is_told(launch):
+    running = await launch(error_at=2)
+    code, out, err = await run("complete", "xy", "--url", running.url, "--max-tokens", "9")
+    assert (code, out.strip()) == (1, "za")
+    assert "the engine could not finish this request" in err
+
+
+@pytest.mark.parametrize("ending", [b"", b"40\r\ndata: {"])
+async def test_a_stream_that_is_cut_off_is_told(ending):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        chunk = b'data: {"choices": [{"text": "za"}]}\n\n'
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"%x\r\n%s\r\n" % (len(chunk), chunk) + ending)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    code, out, err = await run("complete", "xy", "--model", "m", "--url", url)
+    server.close()
+    assert (code, out.strip()) == (1, "za")
+    assert err.startswith("octavo: the answer ended before it was complete")
