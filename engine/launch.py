@@ -36,7 +36,10 @@ logger = logging.getLogger(__name__)
 CPU_POOL_BYTES = GIB
 """Default size of the KV pool on CPU."""
 GPU_RESERVE_BYTES = GIB
-"""Kept free on a GPU for what XLA's allocator does not see: CUDA graphs, cuBLAS, NCCL."""
+"""Kept free of JAX's share of a GPU: results on their way, smaller programs' temporaries, fragmentation.
+
+CUDA graphs and libraries live outside of that share.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,17 @@ class Frontend:
 def set_memory_fraction(fraction: float) -> None:
     """Sets the share of GPU memory that JAX takes. Must run before the first use of a device in this process."""
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.4f}"
+
+
+def backend_is_up() -> bool:
+    """Whether this process has used a device: JAX has no question for that, but from then on refuses this option."""
+    number = jax.config.values["jax_num_cpu_devices"]
+    try:
+        jax.config.update("jax_num_cpu_devices", number + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", number)
+    return False
 
 
 def open_model(config: EngineConfig, *, skip_tokenizer: bool = False, chat_template: str | None = None) -> Frontend:
@@ -83,10 +97,11 @@ def launch_core(config: EngineConfig, frontend: Frontend, *, progress: bool = Tr
 
     Raises ConfigError when the model or the options cannot be served.
     """
+    was_up = backend_is_up()
     set_memory_fraction(config.cache.gpu_memory_utilization)
     platform = jax.default_backend()
-    if platform != "cpu":
-        _warn_if_backend_was_up(config.cache.gpu_memory_utilization)
+    if was_up and platform != "cpu":
+        _warn_of_share_in_force(jax.devices()[0])
     enable_compile_cache(config.compile_cache_dir)
     resolved = frontend.resolved
     decoder_config, dtype, config = _derive(config, frontend, platform)
@@ -204,24 +219,25 @@ def _num_blocks(
 def _free_device_bytes(config: EngineConfig, model: LoadedModel, small: StateSpec, buckets: BucketTable) -> int:
     """What is left of JAX's share after weights, the rest of the state and the largest bucket's temporaries.
 
+    Raises ConfigError on a device that does not tell its memory, as with JAX's "platform" allocator.
+
     The temporaries are read from the compiled program of the largest bucket over a two-block
     pool: they do not depend on the pool's size, which is updated in place.
     """
-    device = model.mesh.devices.flat[0]
-    stats = device.memory_stats() or {}
+    stats = model.mesh.devices.flat[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ConfigError("the device does not tell how much memory it has; set kv_cache_memory_bytes")
     trial = replace(config, cache=replace(config.cache, num_blocks=2))
-    temporaries = Programs(trial, model, small, buckets).temporary_bytes(max(buckets.all))
-    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    temporaries = Programs(trial, model, small, buckets).temporary_bytes(buckets.mixed[-1])
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     return free - temporaries - state_bytes(small) - GPU_RESERVE_BYTES
 
 
-def _warn_if_backend_was_up(wanted: float) -> None:
+def _warn_of_share_in_force(device: jax.Device) -> None:
     """JAX reads its memory fraction once; a backend that was up before keeps its own."""
-    stats = jax.devices()[0].memory_stats() or {}
-    limit, total = stats.get("bytes_limit"), stats.get("bytes_reservable_limit")
-    if limit and total and abs(limit / total - wanted) > 0.02:
-        logger.warning(
-            "JAX had started before the engine: its share of GPU memory is %.2f GiB (asked for: %.0f %%)",
-            limit / GIB,
-            wanted * 100,
-        )
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    logger.warning(
+        "JAX was in use before the engine started, so gpu_memory_utilization has no effect: "
+        "JAX's share of the device's memory is %.2f GiB",
+        limit / GIB,
+    )
