@@ -88,6 +88,8 @@ def test_not_human_int(text):
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype"),
         (["--scheduling_policy", "priority"], "--scheduling-policy"),
         (["--speculative-config", "{}"], "--speculative-config"),
+        (["--watermark", "0.1"], "--watermark"),
+        (["--fully-sharded-loras"], "--fully-sharded-loras"),
         (["--dtype", "float99"], "float99"),
         (["--max-model-len", "many"], "--max-model-len"),
         (["--hf-overrides", "[]"], "--hf-overrides"),
@@ -115,6 +117,7 @@ def test_neutral_values_of_what_is_not_built():
     args = parse(
         *("-pp", "1", "--kv-cache-dtype", "auto", "--cpu-offload-gb", "0", "--scheduling-policy", "fcfs"),
         *("--enable-chunked-prefill", "--no-enable-lora", "--swap-space", "0", "-tp", "1", "--runner", "generate"),
+        *("--watermark", "0.0", "--ssl-cert-reqs", "0"),
     )
     assert flags.refused_options(args) == []
 
