@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from .args import EngineArgs
@@ -43,10 +44,13 @@ class AsyncLLM:
         self._collectors: dict[str, RequestOutputCollector] = {}
         self._engine_ids: dict[str, str] = {}
         """The caller's id -> the engine's own (rule R22)."""
+        self._aborted: set[str] = set()
+        """Engine ids of open requests that were aborted, perhaps before the core heard of them."""
         self._ids = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
         self._death: BaseException | None = None
+        self._closed = False
         self.tokenizer: Tokenizer | None = None
         self.default_sampling_params: dict[str, Any] = {}
 
@@ -84,18 +88,20 @@ class AsyncLLM:
         self._core.start()
 
     def shutdown(self) -> None:
-        """Ends the engine; requests still open get EngineDeadError."""
+        """Ends the engine; requests still open get EngineDeadError. May be called from any thread, and again."""
+        self._closed = True
         if self._core is not None:
             self._core.stop()
-        self._fail_all(EngineDeadError("the engine was shut down"))
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            self._on_loop(self._fail_all, EngineDeadError("the engine was shut down"))
+        self._pool.shutdown(wait=False)
 
     async def wait_drained(self, timeout_s: float) -> bool:
         """Waits until no request is open; False if some are left after ``timeout_s`` seconds."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
-            return False
+            return self._idle.is_set()
         return True
 
     async def check_health(self) -> None:
@@ -123,6 +129,8 @@ class AsyncLLM:
         what cannot be served and EngineDeadError when the engine ends.
         """
         core = self._running_core()
+        if not isinstance(sampling_params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {type(sampling_params).__name__}")
         if request_id in self._engine_ids:
             raise RequestError(f"request id {request_id!r} is already in use", "request_id")
         engine_id = f"{next(self._ids)}"
@@ -135,10 +143,11 @@ class AsyncLLM:
                     engine_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt
                 )
             )
-            if request_id not in self._engine_ids:
-                return
             self._outputs.add_request(request, text)
-            core.send(request)
+            if engine_id in self._aborted:
+                self._abort_here(engine_id)
+            else:
+                core.send(request)
             while not finished:
                 output = await collector.get()
                 finished = output.finished
@@ -152,11 +161,9 @@ class AsyncLLM:
         engine_id = self._engine_ids.get(request_id)
         if engine_id is None:
             return
-        self._send_abort(engine_id)
-        final = self._outputs.abort(engine_id)
-        collector = self._collectors.get(engine_id)
-        if final is not None and collector is not None:
-            collector.put(final)
+        self._aborted.add(engine_id)
+        self._tell_core(AbortRequest(request_id=engine_id))
+        self._abort_here(engine_id)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self._need_tokenizer()
@@ -174,7 +181,23 @@ class AsyncLLM:
     # ---- inside -----------------------------------------------------------------------------
 
     async def _in_pool(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        """Runs ``work`` in a text thread. Raises EngineDeadError if it has not begun by the time of a shutdown."""
+
+        def guarded() -> Result:
+            if self._closed:
+                raise EngineDeadError("the engine was shut down")
+            return work()
+
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._pool, guarded)
+        except RuntimeError as error:  # the pool takes no more
+            raise EngineDeadError("the engine was shut down") from error
+        return await future
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        """Calls on the loop's thread. A loop that is closed has nobody left who waits."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *args)
 
     def _running_core(self) -> CoreThread:
         if self._core is None:
@@ -194,35 +217,54 @@ class AsyncLLM:
         self._idle.clear()
 
     def _close(self, request_id: str, engine_id: str, *, abort: bool) -> None:
-        if abort and self._collectors.get(engine_id) is not None:
-            self._send_abort(engine_id)
-            self._outputs.abort(engine_id)
         self._collectors.pop(engine_id, None)
         self._engine_ids.pop(request_id, None)
+        self._aborted.discard(engine_id)
         if not self._collectors:
             self._idle.set()
+        if abort:
+            self._tell_core(AbortRequest(request_id=engine_id))
+            self._outputs.abort(engine_id)
 
-    def _send_abort(self, engine_id: str) -> None:
-        if self._core is not None and self._core.dead_error is None:
-            self._core.send(AbortRequest(request_id=engine_id))
+    def _abort_here(self, engine_id: str) -> None:
+        """Ends a request on this side of the core; its iterator gets what there was."""
+        final = self._outputs.abort(engine_id)
+        collector = self._collectors.get(engine_id)
+        if final is not None and collector is not None:
+            collector.put(final)
+
+    def _tell_core(self, abort: AbortRequest) -> None:
+        if self._core is not None:
+            with suppress(EngineDeadError):
+                self._core.send(abort)
 
     def _post_outputs(self, outputs: StepOutputs) -> None:
-        self._loop.call_soon_threadsafe(self._take_outputs, outputs)
+        self._on_loop(self._take_outputs, outputs)
 
     def _post_death(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._fail_all, error)
+        self._on_loop(self._fail_all, error)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
-        processed = self._outputs.process(outputs)
+        """Passes one step's outputs on. Where that fails they are lost, so the engine ends: nobody waits for ever."""
+        if self._death is not None:
+            return
+        try:
+            processed = self._outputs.process(outputs)
+        except Exception as error:
+            logger.exception("a step's outputs could not be processed")
+            if self._core is not None:
+                self._core.stop(timeout_s=0.0)
+            self._fail_all(error)
+            return
         for abort in processed.aborts:
-            if self._core is not None and self._core.dead_error is None:
-                self._core.send(abort)
+            self._tell_core(abort)
         for output in processed.request_outputs:
             collector = self._collectors.get(output.request_id)
             if collector is not None:
                 collector.put(output)
 
     def _fail_all(self, error: BaseException) -> None:
-        self._death = error
+        self._death = self._death or error
         for collector in self._collectors.values():
             collector.fail(EngineDeadError(f"the engine has stopped: {error}"))
+        self._outputs.fail_all(error)

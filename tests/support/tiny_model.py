@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -92,3 +93,43 @@ def permutation_model(folder: Path, permutation: np.ndarray, **changes) -> Path:
     head[permutation, np.arange(vocab)] = 4.0
     tensors["lm_head.weight"] = head
     return write_checkpoint(folder, config, tensors)
+
+
+PAIRS = (
+    "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri"
+    " ro ic ne ea ra"
+)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Gives ``tiny_model`` text: ids 0..2 are <unk>, <s> and </s>, then the 256 bytes, then 41 pairs of letters.
+
+    A text begins with <s>. The generation config has defaults for sampling, so that a test can see them used.
+    """
+    vocab = {token: token_id for token_id, token in enumerate(("<unk>", "<s>", "</s>"))}
+    for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[char] = len(vocab)
+    merges = [(pair[0], pair[1]) for pair in PAIRS.split()]
+    for first, second in merges:
+        vocab[first + second] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    defaults = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "temperature": 0.8, "top_k": 40}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    return folder
