@@ -16,7 +16,8 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]], *, as_parts: bool)
 
     ``content`` becomes one string (text parts joined by newlines), or with ``as_parts`` a list of
     text parts. Missing or null content of an assistant message with tool calls is ""; elsewhere it
-    is an error. ``tool_calls[].function.arguments`` becomes an object. Other keys stay.
+    is an error. ``tool_calls[].function.arguments`` becomes an object. ``reasoning`` and its older
+    name ``reasoning_content`` are both there if one is. Other keys stay.
     Raises RequestError naming the message.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
@@ -36,6 +37,10 @@ def _message(message: Mapping[str, Any], where: str, as_parts: bool) -> dict[str
         result.pop("tool_calls", None)
     else:
         result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in _items(tool_calls, where)]
+    thoughts = result.get("reasoning") or result.get("reasoning_content")
+    if thoughts is not None:
+        # The newer and the older name: templates read one, clients send the other.
+        result |= {"reasoning": thoughts, "reasoning_content": thoughts}
     content = result.get("content")
     if content is None:
         if role != "assistant" or not tool_calls:

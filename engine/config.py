@@ -232,6 +232,10 @@ def _check_ranges(args: EngineArgs) -> None:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}")
     if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
         raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, got {args.max_logprobs}")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"seed must be a signed 64-bit integer, got {args.seed}")
+    if not all(args.served_model_name or ("-",)):
+        raise ConfigError("served_model_name: a name is empty")
     if args.swap_space < 0:
         raise ConfigError(f"swap_space must not be negative, got {args.swap_space}")
 

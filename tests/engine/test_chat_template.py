@@ -102,6 +102,14 @@ def test_null_content_of_a_tool_call_is_empty() -> None:
         assert text == "[]1"
 
 
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
+def test_reasoning_goes_by_two_names(sent: str, read: str) -> None:
+    messages = [{"role": "assistant", "content": "4", sent: "2+2"}, USER]
+    assert render(f"{{{{ messages[0].{read} }}}}={{{{ messages[0].content }}}}", messages) == "2+2=4"
+    assert render(f"{{{{ messages[0].{read} is defined }}}}", [USER]) == "False"
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [

@@ -89,6 +89,8 @@ def test_not_human_int(text):
         (["--scheduling_policy", "priority"], "--scheduling-policy"),
         (["--speculative-config", "{}"], "--speculative-config"),
         (["--watermark", "0.1"], "--watermark"),
+        (["--served-model-name", "a", ""], "served_model_name"),
+        (["--seed", str(2**63)], "seed"),
         (["--fully-sharded-loras"], "--fully-sharded-loras"),
         (["--dtype", "float99"], "float99"),
         (["--max-model-len", "many"], "--max-model-len"),
