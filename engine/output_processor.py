@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass, field
 from itertools import repeat
 
-import msgspec
-
 from .choice_stream import ChoiceStream, prompt_logprobs
 from .errors import RequestError
 from .messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason, RequestTiming, StepOutputs
@@ -145,10 +143,11 @@ class _RequestState:
             return False
         choice = self.choices[news.index]
         params = self.request.sampling_params
-        self._num_cached_tokens = max(self._num_cached_tokens, news.num_cached_tokens)
+        if news.index == 0:
+            # Choices that run later find choice 0's prompt in the cache, which says nothing about the request.
+            self._num_cached_tokens = max(self._num_cached_tokens, news.num_cached_tokens)
         if news.timing is not None:
-            # A copy: in one process the core goes on writing to its own.
-            self._timing = msgspec.structs.replace(news.timing)
+            self._timing = _span(self._timing, news.timing)
         if news.prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs(
                 self._tokenizer, self.request.prompt_token_ids, news.prompt_logprobs, params
@@ -291,6 +290,22 @@ class _RequestState:
             time_to_first_token_s=first_s - arrival_s if first_s else None,
             time_per_output_token_s=decode_s / gaps if gaps else None,
         )
+
+
+def _span(one: RequestTiming, other: RequestTiming) -> RequestTiming:
+    """The times of a request from those of its choices, which need not run together: first starts and last ends."""
+
+    def first(a_s: float, b_s: float) -> float:
+        return min(a_s, b_s) if a_s and b_s else a_s or b_s
+
+    return RequestTiming(
+        arrival_time_s=one.arrival_time_s or other.arrival_time_s,
+        first_scheduled_time_s=first(one.first_scheduled_time_s, other.first_scheduled_time_s),
+        first_token_time_s=first(one.first_token_time_s, other.first_token_time_s),
+        last_token_time_s=max(one.last_token_time_s, other.last_token_time_s),
+        finished_time_s=max(one.finished_time_s, other.finished_time_s),
+        num_preemptions=max(one.num_preemptions, other.num_preemptions),
+    )
 
 
 def _copy(output: CompletionOutput) -> CompletionOutput:
