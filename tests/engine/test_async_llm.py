@@ -56,8 +56,7 @@ async def running(folder):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def launch(folder):
-    """Engines of a test's own; programs are compiled on first use, as few are needed."""
-    started = []
+    started = []  # few of their programs are needed, hence eager
 
     async def start(**options) -> Running:
         started.append(Running(folder, enforce_eager=True, **options))
@@ -104,8 +103,7 @@ async def test_kinds_of_output_agree(running, expected, place):
 
 @pytest.mark.usefixtures("slow")
 async def test_deltas_come_as_they_are_made(running):
-    first_s = None
-    start_s = time.monotonic()
+    first_s, start_s = None, time.monotonic()
     async with running.generate(PROMPTS[0], LONG, "d") as stream:
         async for _ in stream:
             first_s = first_s or time.monotonic() - start_s
@@ -127,6 +125,7 @@ async def test_leaving_the_iterator_aborts(running, params):
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.1])
 async def test_cancelling_a_task_aborts(running, delay_s):
+    before = running.engine.stats().generation_tokens_total
     tasks = [asyncio.create_task(running.final(PROMPTS[i % 16], LONG, f"c{i}")) for i in range(12)]
     await asyncio.sleep(delay_s)
     for task in tasks:
@@ -134,12 +133,13 @@ async def test_cancelling_a_task_aborts(running, delay_s):
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, asyncio.CancelledError) for result in results)
     await running.until_idle()
+    assert running.engine.stats().generation_tokens_total - before < 12 * 40
 
 
 @pytest.mark.usefixtures("slow")
 async def test_abort_in_mid_stream(running, expected):
     reference = (await running.final(PROMPTS[0], LONG.clone(output_kind=FINAL_ONLY), "all")).outputs[0]
-    outputs = []
+    outputs, before = [], running.engine.stats().generation_tokens_total
     async with running.generate(PROMPTS[0], LONG, "mid") as stream:
         async for output in stream:
             outputs.append(output)
@@ -150,6 +150,7 @@ async def test_abort_in_mid_stream(running, expected):
     assert 4 <= len(ids) < 40
     assert (reference.text[: len(text)], reference.token_ids[: len(ids)]) == (text, ids)
     await running.until_idle()
+    assert running.engine.stats().generation_tokens_total - before < 60
 
 
 @pytest.mark.usefixtures("slow")
@@ -331,7 +332,6 @@ async def consume(stream) -> list[RequestOutput]:
 
 
 async def test_an_output_that_cannot_be_processed_is_the_end_too(launch, monkeypatch):
-    """Nobody may wait for ever for outputs that were lost on the way."""
     running = await launch()
 
     def fail(outputs):
