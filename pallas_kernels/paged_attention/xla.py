@@ -19,6 +19,7 @@ from ..attention_common import (
     matmul_precision,
     softcapped,
 )
+from ..shared_prefix import attend_shared_prefix, count_shared_blocks
 from .config import CPU_TUNING, GPU_TUNING, TuningConfig
 
 
@@ -149,17 +150,10 @@ def _attend_shared_prefix(
     Returns the state and how many chunks of ``chunk_blocks`` blocks it covers (0 where nothing is shared).
     """
     num_groups, width, num_kv_heads, group_size, _ = groups.q.shape
-    block_size = kv.shape[3]
-    precision = matmul_precision(kv.dtype)
-    active = groups.num_keys > 0
-    table = groups.tables[0, 0]  # the longest row's
-    same = jnp.all((groups.tables == table) | ~active[..., None], axis=(0, 1))
-    full_in_all = jnp.min(jnp.where(active, groups.num_keys, jnp.iinfo(jnp.int32).max)) // block_size
-    num_same = jnp.minimum(jnp.sum(jnp.cumprod(same.astype(jnp.int32))), full_in_all)
-    # A lone row shares with nobody; its own loop is the cheaper one.
-    num_chunks = jnp.where(jnp.sum(active) > 1, num_same // chunk_blocks, 0)
-    table = jnp.pad(table, (0, chunk_blocks))
-    written = jnp.ones((1, chunk_blocks * block_size), jnp.bool_)
+    tables = groups.tables.reshape(num_groups * width, -1)
+    num_keys = groups.num_keys.reshape(-1)
+    active = num_keys > 0
+    num_chunks = count_shared_blocks(tables, active, num_keys, kv.shape[3]) // chunk_blocks
 
     def by_head(x: jax.Array) -> jax.Array:  # [groups, W, K, G, …] -> [K, groups * W * G, …]
         return jnp.moveaxis(x, 2, 0).reshape(num_kv_heads, -1, *x.shape[4:])
@@ -167,17 +161,13 @@ def _attend_shared_prefix(
     def by_row(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(num_kv_heads, num_groups, width, group_size, *x.shape[2:]), 0, 2)
 
-    q = by_head(groups.q)
-
-    def turn(chunk: jax.Array, state: SoftmaxState) -> SoftmaxState:
-        ids = jax.lax.dynamic_slice(table, (chunk * chunk_blocks,), (chunk_blocks,))
-        k, v = gather_chunk(kv, ids[None], written, False)  # [1, K, C, H]
-        scores = jnp.einsum("kmh,kch->kmc", q, k[0], precision=precision)
-        return state.update(softcapped(scores, options.softcap), v[0], precision)
-
-    state = jax.lax.fori_loop(0, num_chunks, turn, jax.tree.map(by_head, start))
+    # The rows are sorted: the first one is active if any is.
+    state = attend_shared_prefix(
+        by_head(groups.q), kv, tables[0], num_chunks, chunk_blocks, jax.tree.map(by_head, start), options
+    )
+    of_group = active.reshape(num_groups, width)
     kept = [
-        jnp.where(active[(...,) + (None,) * (old.ndim - 2)], by_row(new), old)
+        jnp.where(of_group[(...,) + (None,) * (old.ndim - 2)], by_row(new), old)
         for new, old in zip(state, start, strict=True)
     ]
     return SoftmaxState(*kept), num_chunks

@@ -2,7 +2,8 @@
 
 Rows with one query token take the decode loop of ``paged_attention``. The other rows are cut into tiles of query
 tokens; one loop walks over the tiles, an inner one over the chunks of keys between the tile's first visible key and
-its diagonal. Both trip counts follow the tokens present.
+its diagonal. Both trip counts follow the tokens present. A history whose blocks all these rows share is attended first,
+by all their tokens together.
 """
 
 from functools import partial
@@ -21,6 +22,7 @@ from ..attention_common import (
     visible,
 )
 from ..paged_attention.xla import attend_rows
+from ..shared_prefix import attend_shared_prefix, count_shared_blocks
 from .config import CPU_TUNING, GPU_TUNING, TuningConfig
 
 
@@ -80,6 +82,10 @@ def attend_tokens(
     tiles_up_to_row = jnp.cumsum(tiles_per_row)
     # A tile is read and written as tile_q tokens from its first one: the last may reach past T.
     padded_q, padded_out = (jnp.pad(x, ((0, tile_q), (0, 0), (0, 0))) for x in (q, out))
+    history = seq_lens - query_lens
+    begun, num_shared = _attend_shared_history(
+        padded_q, kv, block_tables, query_lens > 1, history, sinks, options, tuning
+    )
 
     def attend_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         row = jnp.searchsorted(tiles_up_to_row, index, side="right", method="compare_all")
@@ -91,7 +97,8 @@ def attend_tokens(
             first_pos=seq_lens[row] - query_lens[row] + start,
         )
         old = jax.lax.dynamic_slice_in_dim(out, tile.first_token, tile_q)
-        new = _attend_tile(padded_q, kv, block_tables[row], sinks, tile, tile_q, options, tuning)
+        state = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, tile.first_token, tile_q), begun)
+        new = _attend_tile(padded_q, kv, block_tables[row], state, num_shared, tile, options, tuning)
         is_query = jnp.arange(tile_q) < tile.num_tokens
         new = jnp.where(is_query[:, None, None], new.astype(out.dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(out, new, tile.first_token, axis=0)
@@ -99,17 +106,58 @@ def attend_tokens(
     return jax.lax.fori_loop(0, tiles_up_to_row[-1], attend_tile, padded_out)[:num_tokens]
 
 
+def _attend_shared_history(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    active: jax.Array,
+    history: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    tuning: TuningConfig,
+) -> tuple[SoftmaxState, jax.Array]:
+    """The softmax of every token over what all active rows share of their histories, and the number of blocks of it.
+
+    q ``[T, N, H]``; history i32 ``[R]``, keys before a row's first query. The state is over ``[T, K, G]``.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[2:4]
+    shape = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    start = SoftmaxState.start(shape, sinks)
+    if tuning.decode.shared_chunk_tokens == 0 or options.window is not None or block_tables.shape[0] == 1:
+        return start, jnp.int32(0)
+    chunk_blocks = max(1, tuning.decode.shared_chunk_tokens // block_size)
+    num_chunks = count_shared_blocks(block_tables, active, history, block_size) // chunk_blocks
+
+    def by_head(x: jax.Array) -> jax.Array:  # [T, K, G, …] -> [K, T * G, …]
+        return jnp.moveaxis(x, 1, 0).reshape(num_kv_heads, -1, *x.shape[3:])
+
+    def by_token(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(num_kv_heads, num_tokens, -1, *x.shape[2:]), 0, 1)
+
+    scaled = (q.astype(jnp.float32) * options.scale).reshape(shape)
+    table = block_tables[jnp.argmax(active)]
+    state = attend_shared_prefix(
+        by_head(scaled), kv, table, num_chunks, chunk_blocks, jax.tree.map(by_head, start), options
+    )
+    return jax.tree.map(by_token, state), num_chunks * chunk_blocks
+
+
 def _attend_tile(
     q: jax.Array,
     kv: jax.Array,
     block_table: jax.Array,
-    sinks: jax.Array | None,
+    begun: SoftmaxState,
+    num_shared: jax.Array,
     tile: _Tile,
-    tile_q: int,
     options: AttentionOptions,
     tuning: TuningConfig,
 ) -> jax.Array:
-    """Returns ``[tile_q, N, H]``; what lies past ``tile.num_tokens`` means nothing."""
+    """Returns ``[tile_q, N, H]``; what lies past ``tile.num_tokens`` means nothing.
+
+    begun: the softmax over ``[tile_q, K, G]`` so far, which covers the row's first ``num_shared`` blocks.
+    """
+    tile_q = begun.maximum.shape[0]
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.shape[2:4]
     group = num_heads // num_kv_heads
@@ -136,9 +184,8 @@ def _attend_tile(
         return state.update(scores, v[0], precision)
 
     first_key = 0 if options.window is None else jnp.maximum(tile.first_pos - options.window + 1, 0)
-    first_block = first_key // block_size
-    sinks_per_query = None if sinks is None else jnp.repeat(sinks, tile_q)
-    state = SoftmaxState.start(grouped.shape, sinks_per_query)
+    first_block = num_shared + first_key // block_size  # with a window nothing is shared
+    state = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(num_kv_heads, group * tile_q, *x.shape[3:]), begun)
     num_chunks = (num_keys - first_block * block_size + chunk_tokens - 1) // chunk_tokens
     state = jax.lax.fori_loop(0, num_chunks, turn, state)
     out = state.result().reshape(num_kv_heads, group, tile_q, head_dim)

@@ -10,6 +10,9 @@ from octavo.pallas_kernels.attention_common import AttentionOptions
 from octavo.pallas_kernels.paged_attention import xla
 from octavo.pallas_kernels.paged_attention.config import TuningConfig
 from octavo.pallas_kernels.paged_attention.reference import paged_attention_reference
+from octavo.pallas_kernels.ragged_paged_attention import xla as ragged_xla
+from octavo.pallas_kernels.ragged_paged_attention.config import TuningConfig as RaggedTuningConfig
+from octavo.pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
 
 TUNING = TuningConfig(rows_per_group=4, chunk_tokens=8, branch_on_partial_chunks=True, shared_chunk_tokens=16)
 S, K, H, N, MAX_BLOCKS = 4, 2, 16, 6, 24
@@ -65,6 +68,62 @@ def test_shared_prefix_agrees_with_the_reference(name):
 def test_sinks_are_counted_once():
     sinks = jnp.linspace(-1.0, 2.0, N)
     assert error_of(make_batch(8, [33, 40, 60, 0]), sinks) < 1e-5
+
+
+RAGGED = RaggedTuningConfig(tile_q=4, chunk_tokens=8, decode=TUNING)
+
+
+def ragged_error(shared_blocks: int, lens: list[int], query_lens: list[int], sinks=None) -> float:
+    _, kv, tables, seq_lens = make_batch(shared_blocks, lens)
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((sum(query_lens) + 3, N, H)), jnp.float32)
+    starts = jnp.asarray(np.cumsum([0, *query_lens]), jnp.int32)
+    args = (q, kv, tables, starts, seq_lens)
+    got = np.asarray(ragged_xla.attend_tokens(*args, sinks, OPTIONS, RAGGED))
+    want = np.asarray(
+        ragged_paged_attention_reference(*args, scale=OPTIONS.scale, softcap=OPTIONS.softcap, sinks=sinks)
+    )
+    scale = np.maximum(np.abs(want).max(axis=(1, 2)), 1e-20)
+    return float((np.abs(got - want).max(axis=(1, 2)) / scale).max())
+
+
+RAGGED_CASES = {
+    "all rows go on from a prefix": (8, [38, 41, 60], [6, 9, 20]),
+    "decode rows beside them": (8, [38, 50, 41, 60, 0], [6, 1, 9, 1, 0]),
+    "queries begin inside the prefix": (8, [38, 41], [20, 41]),
+    "queries begin right after the prefix": (8, [34, 36, 40], [2, 4, 8]),
+    "one row with several queries": (8, [38, 50, 50], [6, 1, 1]),
+    "nothing shared": (0, [38, 20], [6, 9]),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED_CASES)
+def test_shared_history_agrees_with_the_reference(name):
+    assert ragged_error(*RAGGED_CASES[name]) < 1e-5
+
+
+def test_sinks_are_counted_once_in_mixed_batches():
+    assert ragged_error(8, [38, 41, 60], [6, 9, 1], jnp.linspace(-1.0, 2.0, N)) < 1e-5
+
+
+@pytest.mark.parametrize(("query_lens", "blocks"), [([6, 9], 8), ([20, 41], 0), ([6, 1], 0), ([10, 9], 4)])
+def test_only_what_lies_before_all_queries_is_shared(monkeypatch, query_lens, blocks):
+    seen = []
+    original = ragged_xla._attend_shared_history
+
+    def spy(*args):
+        state, count = original(*args)
+        seen.append(int(count))
+        return state, count
+
+    monkeypatch.setattr(ragged_xla, "_attend_shared_history", spy)
+    assert ragged_error(8, [38, 41], query_lens) < 1e-5
+    assert seen == [blocks]
+
+
+def test_a_history_attended_twice_is_caught(monkeypatch):
+    original = ragged_xla._attend_shared_history
+    monkeypatch.setattr(ragged_xla, "_attend_shared_history", lambda *args: (original(*args)[0], jnp.int32(0)))
+    assert ragged_error(8, [38, 41], [6, 9]) > 1e-2
 
 
 def covered_chunks(monkeypatch, batch) -> int:
