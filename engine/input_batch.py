@@ -4,7 +4,9 @@ Floats travel bit-cast. One vector is one transfer; the step slices it inside th
 (``step_inputs`` in ``step.py``) by the same layout.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -37,13 +39,25 @@ LAST_TOKEN = -1
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where each field lies in a bucket's packed vector: name -> (offset, shape). All int32."""
+    """Where each field lies in a packed int32 vector: name -> (slice, shape)."""
 
-    fields: tuple[tuple[str, int, tuple[int, ...]], ...]
+    fields: tuple[tuple[str, tuple[int, ...]], ...]
     size: int
+    slices: Mapping[str, tuple[slice, tuple[int, ...]]] = field(compare=False, repr=False)
 
-    def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        return {name: (slice(at, at + int(np.prod(shape))), shape) for name, at, shape in self.fields}
+    @classmethod
+    def of(cls, **shapes: tuple[int, ...]) -> "PackedLayout":
+        """The fields one after the other, in the order given."""
+        slices, offset = {}, 0
+        for name, shape in shapes.items():
+            end = offset + math.prod(shape)
+            slices[name] = slice(offset, end), shape
+            offset = end
+        return cls(tuple(shapes.items()), offset, slices)
+
+    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields of a packed vector, as views to write to."""
+        return {name: packed[where].reshape(shape) for name, (where, shape) in self.slices.items()}
 
 
 @lru_cache(maxsize=256)
@@ -58,43 +72,33 @@ def packed_layout(bucket: Bucket, block_size: int) -> PackedLayout:
     """
     num_tokens, num_rows = bucket.num_tokens, bucket.num_rows
     num_deltas = -(-num_tokens // block_size) + num_rows
-    shapes: list[tuple[str, tuple[int, ...]]] = [
-        ("token_ids", (num_tokens,)),
-        ("query_start_loc", (num_rows + 1,)),
-        ("seq_lens", (num_rows,)),
-        ("rows", (num_rows,)),
-        ("logits_indices", (num_rows,)),
-        ("positions", (num_rows,)),
-        ("samples", (num_rows,)),
-        ("suppress_stop", (num_rows,)),
-        ("params", (num_rows, len(ROW_PARAMS))),
-        ("table_deltas", (num_deltas, 3)),
-    ]
-    fields, offset = [], 0
-    for name, shape in shapes:
-        fields.append((name, offset, shape))
-        offset += int(np.prod(shape))
-    return PackedLayout(tuple(fields), offset)
+    return PackedLayout.of(
+        token_ids=(num_tokens,),
+        query_start_loc=(num_rows + 1,),
+        seq_lens=(num_rows,),
+        rows=(num_rows,),
+        logits_indices=(num_rows,),
+        positions=(num_rows,),
+        samples=(num_rows,),
+        suppress_stop=(num_rows,),
+        params=(num_rows, len(ROW_PARAMS)),
+        table_deltas=(num_deltas, 3),
+    )
 
 
 def row_update_layout(max_model_len: int, max_blocks: int) -> PackedLayout:
     """The layout of one row's full device state, written when a request is admitted to it."""
-    shapes: list[tuple[str, tuple[int, ...]]] = [
-        ("row", (1,)),
-        ("num_prompt_tokens", (1,)),
-        ("num_tokens", (1,)),
-        ("uses_penalties", (1,)),
-        ("block_table", (max_blocks,)),
-        ("bias_ids", (MAX_LOGIT_BIAS,)),
-        ("bias_values", (MAX_LOGIT_BIAS,)),
-        ("stop_ids", (MAX_STOP_TOKEN_IDS,)),
-        ("token_ids", (max_model_len,)),
-    ]
-    fields, offset = [], 0
-    for name, shape in shapes:
-        fields.append((name, offset, shape))
-        offset += int(np.prod(shape))
-    return PackedLayout(tuple(fields), offset)
+    return PackedLayout.of(
+        row=(1,),
+        num_prompt_tokens=(1,),
+        num_tokens=(1,),
+        uses_penalties=(1,),
+        block_table=(max_blocks,),
+        bias_ids=(MAX_LOGIT_BIAS,),
+        bias_values=(MAX_LOGIT_BIAS,),
+        stop_ids=(MAX_STOP_TOKEN_IDS,),
+        token_ids=(max_model_len,),
+    )
 
 
 class InputBatch:
@@ -117,7 +121,7 @@ class InputBatch:
         self._params[request.row] = _row_params(request)
         self._drawn_positions[request.row] = -1
         packed = np.zeros(self._row_layout.size, np.int32)
-        views = {name: packed[where].reshape(shape) for name, (where, shape) in self._row_layout.slices().items()}
+        views = self._row_layout.views(packed)
         views["row"][0] = request.row
         views["num_prompt_tokens"][0] = request.num_prompt_tokens
         views["num_tokens"][0] = request.num_tokens
@@ -138,7 +142,7 @@ class InputBatch:
         """The plan as int32[layout.size], padded to the bucket."""
         layout = packed_layout(bucket, self.block_size)
         packed = np.zeros(layout.size, np.int32)
-        views = {name: packed[where].reshape(shape) for name, (where, shape) in layout.slices().items()}
+        views = layout.views(packed)
         count = len(plan.rows)
         rows = [entry.request.row for entry in plan.rows]
         views["rows"][:] = self.max_num_seqs

@@ -124,7 +124,7 @@ def score_prompt(graphdef: Any, vocab_size: int, params: Any, hidden: jax.Array,
 
 
 def _unpack(packed: jax.Array, layout: PackedLayout) -> dict[str, jax.Array]:
-    return {name: packed[where].reshape(shape) for name, (where, shape) in layout.slices().items()}
+    return {name: packed[where].reshape(shape) for name, (where, shape) in layout.slices.items()}
 
 
 def _metadata(

@@ -78,7 +78,7 @@ class Device:
         return tokens
 
     def _unpack(self, packed, layout):
-        return {name: packed[where].reshape(shape) for name, (where, shape) in layout.slices().items()}
+        return layout.views(packed)
 
     def _compute(self, fields, entry):
         """Writes a row's tokens and reads its whole history through its block table, as attention would."""
