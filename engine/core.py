@@ -5,7 +5,7 @@ import logging
 from .compile_cache import COMPILES
 from .errors import RequestError
 from .messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason, StepOutputs, StepStats
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, StepHandle
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -14,9 +14,12 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Messages in, one ``StepOutputs`` a step out."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, plan_ahead: bool = True) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._plan_ahead = plan_ahead
+        self._ahead: StepHandle | None = None
+        """A step that was dispatched before the results of the one before it were read."""
         self._pending: list[ChoiceOutput] = []
         """Outputs that arose between steps."""
 
@@ -47,12 +50,17 @@ class EngineCore:
         """One turn of the loop; without work it only hands out what is pending."""
         outputs, self._pending = self._pending, []
         num_tokens = 0
-        if self.scheduler.has_work:
-            plan = self.scheduler.schedule()
-            handle = self.runner.dispatch(plan)
-            sampled = self.runner.resolve(handle)
-            outputs += self.scheduler.update(plan, sampled)
-            num_tokens = plan.num_tokens
+        handle, self._ahead = self._ahead, None
+        if handle is not None and not handle.plan.is_live:
+            handle = None  # all of its requests have ended: nobody needs the results
+        if handle is None and self.scheduler.has_work:
+            handle = self.runner.dispatch(self.scheduler.schedule())
+        if handle is not None:
+            ahead = self.scheduler.schedule_ahead(handle.plan) if self._plan_ahead else None
+            if ahead is not None:
+                self._ahead = self.runner.dispatch(ahead)
+            outputs += self.scheduler.update(handle.plan, self.runner.resolve(handle))
+            num_tokens = handle.plan.num_tokens
         return StepOutputs(outputs=outputs, stats=self.stats(num_tokens))
 
     def recover(self) -> None:
@@ -63,6 +71,7 @@ class EngineCore:
         for request in list(self.scheduler.requests):
             self.scheduler.finish(request, FinishReason.ABORT)
         self._pending.clear()
+        self._ahead = None
         self.runner.reset()
         self.reset_prefix_cache()
 

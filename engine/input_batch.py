@@ -173,7 +173,7 @@ class InputBatch:
                 token_ids[starts[entry]] = LAST_TOKEN
             else:
                 token_ids[starts[entry] : starts[entry + 1]] = request.token_ids[scheduled.start : end]
-            if request.params.min_tokens > request.num_output_tokens:
+            if request.params.min_tokens > end - request.num_prompt_tokens:
                 views["suppress_stop"][entry] = 1
             if scheduled.samples:
                 self._drawn_positions[request.row] = end

@@ -128,7 +128,9 @@ def launch_core(config: EngineConfig, frontend: Frontend, *, progress: bool = Tr
     if not config.enforce_eager:
         runner.programs.warm_up()
     COMPILES.mark_ready()
-    return EngineCore(make_scheduler(config), runner), config
+    # XLA's collectives on a CPU can deadlock when two steps are in flight.
+    plan_ahead = platform != "cpu" or mesh.size == 1
+    return EngineCore(make_scheduler(config), runner, plan_ahead=plan_ahead), config
 
 
 def make_scheduler(config: EngineConfig) -> Scheduler:

@@ -135,6 +135,33 @@ class Scheduler:
         assert plan.rows or not self.has_work, "work exists, but nothing was scheduled (rule R11)"
         return plan
 
+    def schedule_ahead(self, plan: SchedulerOutput) -> SchedulerOutput | None:
+        """The step after ``plan``, before the results of ``plan`` are known; None where they could change it.
+
+        Only for steps in which every running request decodes and nobody waits: then the next step is the same rows
+        again, whatever the tokens are. A row that turns out to have ended wastes one token, which ``update`` passes
+        over; one that will end by its length is known now, and nothing is planned ahead.
+        """
+        if self.waiting or self._forking or not plan.decode_only or len(plan.rows) != len(self.running):
+            return None
+        needed = 0
+        for row in plan.rows:
+            request, num_tokens = row.request, row.start + 2
+            if request.status is not RequestStatus.RUNNING or not row.samples:
+                return None
+            if num_tokens >= min(request.max_total_tokens, self.max_model_len):
+                return None
+            needed += self.kv.blocks_for(num_tokens) - len(request.blocks)
+        if needed > self.kv.pool.num_free:
+            return None
+        ahead = SchedulerOutput(num_tokens=len(plan.rows))
+        for row in plan.rows:
+            added = self.kv.allocate_slots(row.request, 2)
+            assert added is not None
+            ids = [block.block_id for block in added]
+            ahead.rows.append(ScheduledRow(row.request, row.start + 1, 1, False, ids, samples=True))
+        return ahead
+
     def _schedule_running(self, plan: SchedulerOutput) -> None:
         index = 0
         while index < len(self.running):

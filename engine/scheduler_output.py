@@ -37,6 +37,11 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
 
     @property
+    def is_live(self) -> bool:
+        """At least one of its requests has not ended."""
+        return any(not row.request.finished for row in self.rows)
+
+    @property
     def decode_only(self) -> bool:
         """One token a row, no forks."""
         return all(row.num_tokens == 1 for row in self.rows)

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Harness, expected_tokens, make_request
+from scheduler_harness import VOCAB, Harness, expected_tokens, make_request
 
 from octavo.engine.errors import RequestError
 from octavo.engine.kv_cache_manager import KVCacheManager, block_key
@@ -246,12 +246,59 @@ def test_seeds_differ_between_requests_and_repeat_with_the_engine_seed():
     assert seeds() == seeds()
 
 
+def test_steady_decoding_is_planned_ahead_and_a_length_wastes_nothing():
+    harness = Harness(num_blocks=32, ahead=True)
+    for name in "ab":
+        harness.add(name, PROMPT, max_tokens=8)
+    outputs = harness.run()
+    assert outputs["a", 0] == outputs["b", 0] == expected_tokens(PROMPT, 8)
+    assert harness.num_ahead >= 5
+    plain = Harness(num_blocks=32)
+    for name in "ab":
+        plain.add(name, PROMPT, max_tokens=8)
+    plain.run()
+    assert harness.num_steps == plain.num_steps
+
+
+def test_a_stop_that_was_not_foreseen_wastes_one_step_at_most():
+    stop = expected_tokens(PROMPT, 8)[4]
+    steps = []
+    for ahead in (False, True):
+        harness = Harness(ahead=ahead)
+        harness.add("a", PROMPT, stops=frozenset([stop]))
+        assert harness.run()["a", 0] == expected_tokens(PROMPT, 8)[:5]
+        assert harness.scheduler.generation_tokens_total == 5
+        steps.append(harness.num_steps)
+    assert steps[0] <= steps[1] <= steps[0] + 1
+
+
+def test_nothing_is_planned_ahead_of_an_arrival_or_into_a_full_pool():
+    harness = Harness(num_blocks=16)
+    harness.add("a", PROMPT[:6], max_tokens=12)
+    harness.step()
+    plan = harness.step()
+    assert (plan.rows[0].start + 2) % 4 == 0, "the step after the next one needs another block"
+    plan = harness.step()
+    taken = harness.kv.pool.allocate(harness.kv.pool.num_free)
+    assert harness.scheduler.schedule_ahead(plan) is None
+    harness.kv.pool.release(taken)
+    harness.add("b", PROMPT)
+    assert harness.scheduler.schedule_ahead(plan) is None
+    assert harness.run()["a", 0] == expected_tokens(PROMPT[:6], 12)
+
+
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), num_blocks=st.integers(11, 24), budget=st.integers(5, 24), caching=st.booleans())
-def test_random_traffic_keeps_accounts_and_answers(seed, num_blocks, budget, caching):
-    """Arrivals, stops, aborts of requests and of single choices, n > 1, preemption: exact after every step."""
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(11, 24),
+    budget=st.integers(5, 24),
+    caching=st.booleans(),
+    ahead=st.booleans(),
+)
+def test_random_traffic_keeps_accounts_and_answers(seed, num_blocks, budget, caching, ahead):
+    """Arrivals, stops, aborts of requests and of single choices, n > 1, preemption, planned ahead or not."""
     rng = random.Random(seed)
-    harness = Harness(num_blocks=num_blocks, max_num_seqs=5, budget=budget, caching=caching)
+    harness = Harness(num_blocks=num_blocks, max_num_seqs=5, budget=budget, caching=caching, ahead=ahead)
     sent, aborted, now = {}, set(), 0
     while now < 40 or harness.scheduler.has_work:
         if now < 40 and rng.random() < 0.5:
@@ -259,8 +306,9 @@ def test_random_traffic_keeps_accounts_and_answers(seed, num_blocks, budget, cac
             prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 20))]
             n, max_tokens = rng.choice([1, 1, 1, 2, 3, 7]), rng.randrange(1, 12)
             logprobs = rng.choice([None, None, 2])
-            harness.add(name, prompt, n=n, max_tokens=max_tokens, prompt_logprobs=logprobs)
-            sent[name] = (prompt, n, max_tokens)
+            stops = frozenset(rng.sample(range(VOCAB), 100)) if rng.random() < 0.3 else frozenset()
+            harness.add(name, prompt, n=n, max_tokens=max_tokens, prompt_logprobs=logprobs, stops=stops)
+            sent[name] = (prompt, n, max_tokens, stops)
         if sent and rng.random() < 0.1:
             name = rng.choice(list(sent))
             index = rng.choice([None, 0, rng.randrange(7)])
@@ -273,12 +321,14 @@ def test_random_traffic_keeps_accounts_and_answers(seed, num_blocks, budget, cac
         now += 1
         assert now < 3000
     assert harness.kv.pool.num_free == harness.kv.pool.num_usable
-    for name, (prompt, n, max_tokens) in sent.items():
+    for name, (prompt, n, max_tokens, stops) in sent.items():
         for choice in range(n):
             expected = expected_tokens(prompt, max_tokens, choice)
+            end = next((i + 1 for i, token in enumerate(expected) if token in stops), None)
+            expected = expected[:end]
             found = harness.outputs.get((name, choice), [])
             if (name, choice) in aborted:
                 assert found == expected[: len(found)]
             else:
                 assert found == expected
-                assert harness.finished[name, choice] == "length"
+                assert harness.finished[name, choice] == ("stop" if end else "length")

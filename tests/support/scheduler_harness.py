@@ -99,7 +99,9 @@ class Device:
         source = next(i for i, other in enumerate(plan.rows) if other is (row.parent or row))
         assert fields["logits_indices"][entry] == fields["query_start_loc"][source + 1] - 1
         history, request = histories[source], row.request
-        assert history == request.token_ids[: fields["positions"][entry]], f"KV of {request} holds another sequence"
+        known = request.token_ids[: fields["positions"][entry]]
+        assert history[: len(known)] == known, f"KV of {request} holds another sequence"
+        assert len(history) <= len(known) + 1, "at most one token may be unknown to the host"
         token = next_token(history, request.index)
         self.last_tokens[fields["rows"][entry]] = token
         return token
@@ -108,7 +110,12 @@ class Device:
 class Harness:
     """A scheduler over a ``Device``."""
 
-    def __init__(self, num_blocks=16, block_size=4, max_num_seqs=4, budget=16, max_model_len=40, caching=True):
+    def __init__(
+        self, num_blocks=16, block_size=4, max_num_seqs=4, budget=16, max_model_len=40, caching=True, ahead=False
+    ):
+        self.plans_ahead = ahead
+        self.num_ahead = 0
+        self._ahead = None
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
             self.kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
@@ -124,16 +131,26 @@ class Harness:
         self.scheduler.add_request(make_request(*args, **kwargs))
 
     def step(self):
-        plan = self.scheduler.schedule()
-        self.num_steps += 1
-        assert plan.num_tokens == sum(row.num_tokens for row in plan.rows) <= self.scheduler.max_num_batched_tokens
-        assert len({row.request.row for row in plan.rows}) == len(plan.rows) <= self.scheduler.max_num_seqs
-        tokens = self.device.run(plan)
+        ready, self._ahead = self._ahead, None
+        if ready is not None and not ready[0].is_live:
+            ready = None
+            if not self.scheduler.has_work:
+                return None
+        plan, tokens = ready or self._dispatch(self.scheduler.schedule())
+        if self.plans_ahead and (ahead := self.scheduler.schedule_ahead(plan)) is not None:
+            self._ahead = self._dispatch(ahead)
+            self.num_ahead += 1
         self.take(self.scheduler.update(plan, self._sampled(plan, tokens)))
         self.scheduler.check_integrity()
         for request in self.scheduler.requests:
             self.most_preemptions = max(self.most_preemptions, request.timing.num_preemptions)
         return plan
+
+    def _dispatch(self, plan):
+        self.num_steps += 1
+        assert plan.num_tokens == sum(row.num_tokens for row in plan.rows) <= self.scheduler.max_num_batched_tokens
+        assert len({row.request.row for row in plan.rows}) == len(plan.rows) <= self.scheduler.max_num_seqs
+        return plan, self.device.run(plan)
 
     def take(self, outputs):
         for output in outputs:
