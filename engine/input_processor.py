@@ -94,7 +94,10 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; this engine has none: pass token ids", "prompt")
-            return prompt, self._tokenizer.encode(prompt)
+            token_ids = self._tokenizer.encode(prompt)
+            if token_ids:
+                self._checked_id(max(token_ids))  # a tokenizer may know tokens that the model has no embeddings for
+            return prompt, token_ids
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise RequestError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}", "prompt")
         return None, [self._checked_id(token_id) for token_id in prompt]

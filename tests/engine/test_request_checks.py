@@ -51,6 +51,21 @@ def test_what_is_no_list_of_known_ids_is_refused(prompt: Any) -> None:
     assert make([0, 299], max_tokens=1).prompt_token_ids == [0, 299]
 
 
+def test_a_text_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
+    """As text-only Gemma 3: its tokenizer has an image token one past the embeddings."""
+    tokenizer: Any = SimpleNamespace(
+        eos_token_ids=frozenset(), encode=lambda text: {"": [], "hi": [5, 299, 7]}.get(text, [5, 300, 7])
+    )
+    processor = InputProcessor(CONFIG, tokenizer)
+    params = SamplingParams(max_tokens=1)
+    assert processor.make_request("r", "hi", params)[0].prompt_token_ids == [5, 299, 7]
+    for prompt in ("<image>", {"prompt": "<image>"}):
+        with pytest.raises(RequestError, match="300 is not a token id; this model has ids 0 to 299"):
+            processor.make_request("r", prompt, params)
+    with pytest.raises(RequestError, match="empty"):
+        processor.make_request("r", "", params)
+
+
 @pytest.mark.parametrize(
     ("length", "max_tokens", "expected"),
     [
