@@ -248,7 +248,7 @@ def _integer(values: Mapping[str, Any], name: str, default: int | None = None, *
 
 def _positive(values: Mapping[str, Any], name: str, default: float) -> float:
     value = values.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ModelConfigError(f"{name} must be a positive number, got {value!r}")
     return float(value)
 
@@ -262,7 +262,7 @@ def _boolean(values: Mapping[str, Any], name: str, default: bool) -> bool:
 
 def _activation(values: Mapping[str, Any]) -> Activation:
     name = values.get("hidden_activation") or values.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelConfigError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 

@@ -51,6 +51,8 @@ def read_ropes(raw: Mapping[str, Any], head_dim: int) -> dict[str, RopeSpec | No
     ropes: dict[str, RopeSpec | None] = {}
     for layer_type in nested:
         own = parameters[layer_type]
+        if own is not None and not isinstance(own, Mapping):
+            raise ModelConfigError(f"rope_parameters of {layer_type} must be an object, got {own!r}")
         ropes[layer_type] = None if own is None else _read_one({**shared, **_one_spelling(own)}, raw, head_dim)
     return ropes
 
@@ -71,7 +73,7 @@ def _one_spelling(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_one(values: dict[str, Any], raw: Mapping[str, Any], head_dim: int) -> RopeSpec:
     kind = values.get("rope_type", "default")
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise ModelConfigError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     unknown = sorted(set(values) - _KNOWN_KEYS)
     if unknown:
@@ -85,6 +87,8 @@ def _read_one(values: dict[str, Any], raw: Mapping[str, Any], head_dim: int) -> 
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
     max_position = raw.get("max_position_embeddings", 0)
     original = raw.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+    if original:
+        original = _number({"original_max_position_embeddings": original}, "original_max_position_embeddings", 0.0)
     if kind == "yarn" and "factor" not in values and original:
         values["factor"] = max_position / original
     if "factor" not in values:
@@ -126,5 +130,5 @@ def _yarn_attention_factor(values: Mapping[str, Any], factor: float) -> float:
 
     above, below = values.get("mscale"), values.get("mscale_all_dim")
     if above and below:
-        return mscale(float(above)) / mscale(float(below))
+        return mscale(_number(values, "mscale", 1.0)) / mscale(_number(values, "mscale_all_dim", 1.0))
     return mscale(1.0)

@@ -11,7 +11,7 @@ from .base import LLAMA_NAMES, Architecture, llama_like
 def _build(config: ModelConfig) -> DecoderConfig:
     every = int(config.number("no_rope_layer_interval", 4))
     turns = config.raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(config.num_layers)]
-    if len(turns) < config.num_layers:
+    if not isinstance(turns, list | tuple) or len(turns) < config.num_layers:
         raise ModelConfigError(f"no_rope_layers must say 0 or 1 for each of {config.num_layers} layers, got {turns!r}")
     if config.layer_types is None and config.sliding_window is not None:
         windows = tuple(None if turn else config.sliding_window for turn in turns[: config.num_layers])

@@ -154,11 +154,22 @@ def test_rope_numbers() -> None:
         ({"layer_types": ["full_attention"] * 3 + ["mamba"]}, "'mamba' is not supported"),
         ({"eos_token_id": [2, "x"]}, "token ids must be non-negative integers, got 'x'"),
         ({"text_config": 3}, "text_config must be an object"),
+        ({"hidden_act": ["silu"]}, "is not supported; supported: silu"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not supported; supported: default"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "4"}}, "original_max_position_emb"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": "x", "mscale_all_dim": 1}}, "mscale must be"),
+        ({"rope_parameters": {"full_attention": 3}}, "full_attention must be an object"),
     ],
 )
 def test_refusals_name_the_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         read(**changes)
+
+
+def test_no_rope_layers_that_is_no_list_is_refused() -> None:
+    with pytest.raises(ModelConfigError, match="no_rope_layers must say"):
+        decoder(read(architectures=["SmolLM3ForCausalLM"], no_rope_layers=1))
 
 
 def test_heads_that_do_not_divide() -> None:
