@@ -1,6 +1,8 @@
 """The only owner of donated device memory: the KV pool and what each row carries from step to step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +78,17 @@ def abstract_state(spec: StateSpec, mesh: Mesh) -> DeviceState:
 
 def create_state(spec: StateSpec, mesh: Mesh) -> DeviceState:
     """Allocates the state, zeroed, each array straight to its sharding."""
+    return _state_maker(spec, mesh)()
+
+
+@lru_cache(maxsize=4)
+def _state_maker(spec: StateSpec, mesh: Mesh) -> Callable[[], DeviceState]:
+    """Compiled once per engine: rebuilding the state after a failure must not compile again."""
     abstract = abstract_state(spec, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(
+    return jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=shardings
     )
-    return make()
 
 
 def state_bytes(spec: StateSpec) -> int:

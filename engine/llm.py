@@ -101,6 +101,8 @@ class LLM:
         """
         if self._tokenizer is None:
             raise RequestError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init", "messages")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages must be a list, got {type(messages).__name__}", "messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
             self._tokenizer.render_chat(
@@ -159,6 +161,8 @@ def _final_only(params: SamplingParams) -> SamplingParams:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a text or a list, got {type(prompts).__name__}", "prompt")
     if prompts and isinstance(prompts[0], int):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))

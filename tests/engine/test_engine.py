@@ -115,6 +115,22 @@ def test_every_bucket_border_gives_the_same(llm, alone):
         assert len(results) == 1, length
 
 
+def test_a_long_shared_prefix_gives_the_same(folder):
+    """Long enough for the loop that reads a shared prefix once for all rows, in prefill and in decode."""
+    engine = make_llm(folder, max_model_len=192, num_gpu_blocks_override=300, enforce_eager=True)
+    common = [(11 * i) % 290 + 3 for i in range(150)]
+    prompts = [[*common, *PROMPTS[i][: 5 + i]] for i in (2, 3, 4)]
+    expected = []
+    for prompt in prompts:
+        engine.reset_prefix_cache()
+        expected += tokens_of(engine.generate([prompt], GREEDY, use_tqdm=False))
+    engine.reset_prefix_cache()
+    assert tokens_of(engine.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
+    assert tokens_of(outputs) == expected
+    assert all(output.num_cached_tokens >= 148 for output in outputs)
+
+
 def test_seeded_sampling_is_the_same_alone_and_in_company(llm):
     params = SamplingParams(temperature=1.3, top_p=0.95, top_k=40, seed=7, max_tokens=10, ignore_eos=True)
     (expected,) = tokens_of(llm.generate([PROMPTS[5]], params, use_tqdm=False))
@@ -292,6 +308,12 @@ def test_bad_prompts_are_refused_before_anything_runs(llm):
             llm.generate([PROMPTS[0], prompt], GREEDY, use_tqdm=False)
         assert not llm._core.has_work
         assert llm._outputs.num_unfinished == 0
+
+
+def test_prompts_that_are_no_list_are_refused(llm):
+    for prompts in (None, 5, {1, 2}):
+        with pytest.raises(RequestError):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
 def test_context_limits_are_refused_with_both_numbers(llm):
