@@ -92,7 +92,9 @@ def open_model(config: EngineConfig, *, skip_tokenizer: bool = False, chat_templ
     return Frontend(resolved, tokenizer)
 
 
-def launch_core(config: EngineConfig, frontend: Frontend, *, progress: bool = True) -> tuple[EngineCore, EngineConfig]:
+def launch_core(
+    config: EngineConfig, frontend: Frontend, *, progress: bool = True, compile_bar: bool = False
+) -> tuple[EngineCore, EngineConfig]:
     """Loads weights, sizes the pool, compiles; the running core and the configuration with all derived values.
 
     Raises ConfigError when the model or the options cannot be served.
@@ -126,7 +128,7 @@ def launch_core(config: EngineConfig, frontend: Frontend, *, progress: bool = Tr
     spec = _state_spec(config, decoder_config, dtype, config.num_blocks)
     runner = ModelRunner(config, model, spec, buckets)
     if not config.enforce_eager:
-        runner.programs.warm_up()
+        runner.programs.warm_up(bar=compile_bar)
     COMPILES.mark_ready()
     # XLA's collectives on a CPU can deadlock when two steps are in flight.
     plan_ahead = platform != "cpu" or mesh.size == 1

@@ -31,7 +31,7 @@ class LLM:
         args = EngineArgs(model=model, **options)
         config = EngineConfig.from_args(args)
         frontend = open_model(config, skip_tokenizer=args.skip_tokenizer_init, chat_template=args.chat_template)
-        self._core, self.config = launch_core(config, frontend)
+        self._core, self.config = launch_core(config, frontend, compile_bar=True)
         self._tokenizer = frontend.tokenizer
         self._inputs = InputProcessor(self.config, frontend.tokenizer)
         self._outputs = OutputProcessor(frontend.tokenizer, NullStatSink())

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
 
 from .buckets import Bucket, BucketTable
 from .config import EngineConfig
@@ -70,8 +72,8 @@ class Programs:
     def score_prompt(self) -> jax.stages.Compiled:
         return self._get("score_prompt", self._compile_score_prompt)
 
-    def warm_up(self, progress: Callable[[str], None] = logger.info) -> None:
-        """Compiles everything, the largest first, as many at a time as there are cores.
+    def warm_up(self, *, bar: bool = False) -> None:
+        """Compiles everything, the largest first, as many at a time as there are cores; ``bar`` shows how far it is.
 
         JAX releases the GIL while XLA works.
         """
@@ -81,13 +83,15 @@ class Programs:
         ]
         jobs += [("write_row", self.write_row), ("copy_blocks", self.copy_blocks), ("score_prompt", self.score_prompt)]
         started = time.monotonic()
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+        meter = tqdm(total=len(jobs), desc="Compiling", unit="program", disable=not bar, file=sys.stderr)
+        with meter, ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
             futures = {pool.submit(job): name for name, job in jobs}
             try:
                 for done, future in enumerate(as_completed(futures), 1):
                     future.result()
                     seconds = time.monotonic() - started
-                    progress(f"compiled {futures[future]}, {done} of {len(jobs)}, after {seconds:.1f} s")
+                    meter.update()
+                    logger.info("compiled %s, %d of %d, after %.1f s", futures[future], done, len(jobs), seconds)
             except BaseException:
                 # An error or an interrupt: what has not begun would only delay it.
                 pool.shutdown(wait=False, cancel_futures=True)
