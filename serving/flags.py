@@ -224,7 +224,9 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--enforce-eager", action=argparse.BooleanOptionalAction, default=False, help="compile on first use"
     )
-    group.add_argument("--compile-cache-dir", help="where compiled programs are kept (default: ~/.cache/octavo/compiled)")
+    group.add_argument(
+        "--compile-cache-dir", help="where compiled programs are kept (default: ~/.cache/octavo/compiled)"
+    )
     group.add_argument("--attention-backend", default="auto", help="auto, xla or mosaic")
 
 
