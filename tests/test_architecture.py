@@ -42,7 +42,7 @@ LAZY_IMPORTS = {
 }
 """(file, function) that may import when called: the lazy registries."""
 ENVIRONMENT_READERS = {"serving/cli.py"}
-ENVIRONMENT_WRITERS = {"engine/launch.py"}
+ENVIRONMENT_WRITERS = {"engine/launch.py", "pallas_kernels/aot.py"}
 """May set a variable that JAX has no other option for; may not read one."""
 FOREIGN_WARNINGS: tuple[str, ...] = ()
 """``-W`` filters for warnings that other packages raise while they are imported."""
