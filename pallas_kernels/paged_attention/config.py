@@ -22,3 +22,19 @@ class TuningConfig:
 
 CPU_TUNING = TuningConfig(rows_per_group=16, chunk_tokens=64, branch_on_partial_chunks=True, shared_chunk_tokens=128)
 GPU_TUNING = TuningConfig(rows_per_group=256, chunk_tokens=256, branch_on_partial_chunks=False)
+
+
+@dataclass(frozen=True)
+class MosaicTuningConfig:
+    """Sizes of the Mosaic kernel."""
+
+    tile_kv: int = 64
+    """Keys per turn, whole blocks and a multiple of 64."""
+    stages: int = 2
+    """Tiles in flight or in use."""
+    min_keys_per_item: int = 256
+    """No row is cut into shorter items, a multiple of tile_kv."""
+    target_thread_blocks: int = 528
+    """Items times KV heads to aim for when rows are few and long."""
+    stage_a_in_smem: bool = True
+    """Probabilities reach wgmma through shared memory."""

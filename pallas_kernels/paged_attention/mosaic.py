@@ -1,0 +1,373 @@
+"""Decode attention for Hopper GPUs, in Pallas Mosaic GPU.
+
+Two kernels. The first has a thread block (one warpgroup) for every work item and KV head: the item's keys come in
+tiles, one TMA per KV block through the block table, while the tile before is used; the query heads that share the KV
+head fill the top rows of wgmma's 64. It writes a normalised float32 partial result and its logsumexp. The second has
+a thread block for every row and query head and merges the row's partials, and the head's sink.
+
+Logits are kept in units of log2, so that exponentials are the hardware's ex2.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions
+from ..compat import interpret_option
+from .config import MosaicTuningConfig
+from .work import WorkPlan, num_work_items, plan_work
+
+ROWS = 64
+"""wgmma's M: the query heads of one KV head, padded."""
+LANES = 128
+"""Threads of a warpgroup; vectors that the combine holds in registers have a multiple of so many elements."""
+LOG2_E = math.log2(math.e)
+
+
+class _Geometry(NamedTuple):
+    """Static sizes of a call."""
+
+    group: int
+    padded_group: int  # whole 8-row tiles
+    head_dim: int
+    padded_head_dim: int  # whole LANES
+    block_size: int
+    num_kv_heads: int
+
+    @classmethod
+    def of(cls, q: jax.Array, kv: jax.Array) -> "_Geometry":
+        num_kv_heads, block_size, head_dim = kv.shape[2:]
+        group = q.shape[1] // num_kv_heads
+        padded_head_dim = -(-head_dim // LANES) * LANES
+        return cls(group, -(-group // 8) * 8, head_dim, padded_head_dim, block_size, num_kv_heads)
+
+
+def paged_attention_mosaic(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    tuning: MosaicTuningConfig,
+    interpret: Any = None,
+) -> jax.Array:
+    """Shapes as in ``paged_attention``, within what ``config.check_mosaic_shapes`` accepts.
+
+    ``interpret``: None on a GPU, ``plgpu.InterpretGPUParams()`` on a CPU.
+    """
+    geometry = _Geometry.of(q, kv)
+    num_rows = q.shape[0]
+    max_keys = block_tables.shape[1] * geometry.block_size
+    if options.window is not None:
+        max_keys = min(max_keys, options.window + geometry.block_size - 1)
+    num_items = num_work_items(
+        num_rows, max_keys, geometry.num_kv_heads, tuning.target_thread_blocks, tuning.min_keys_per_item
+    )
+    work = plan_work(
+        seq_lens,
+        num_items=num_items,
+        block_size=geometry.block_size,
+        tile_kv=tuning.tile_kv,
+        min_keys=tuning.min_keys_per_item,
+        window=options.window,
+    )
+    partials, logsumexps = attend_items(q, kv, block_tables, work, options, tuning, interpret)
+    return combine_items(partials, logsumexps, work, sinks, q.shape, q.dtype, interpret)
+
+
+def attend_items(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    work: WorkPlan,
+    options: AttentionOptions,
+    tuning: MosaicTuningConfig,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Each item's result over its own keys, and the logsumexp of its logits in units of log2.
+
+    Returns f32 ``[W, K, Gp, Hp]`` (the first G rows and H columns hold something) and f32 ``[W, K, 64]`` (the first G).
+    Padding items write nothing.
+    """
+    geometry = _Geometry.of(q, kv)
+    num_items = work.items.shape[0]
+    q = q.reshape(-1, geometry.num_kv_heads, geometry.group, geometry.head_dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, geometry.padded_group - geometry.group), (0, 0)))
+    partial_shape = (num_items, geometry.num_kv_heads, geometry.padded_group, geometry.padded_head_dim)
+    kernel = plgpu.kernel(
+        partial(_attend_kernel, geometry=geometry, options=options, tuning=tuning, in_place=interpret is None),
+        out_type=(
+            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+            jax.ShapeDtypeStruct((*partial_shape[:2], ROWS), jnp.float32),
+        ),
+        # The last axis runs fastest: the heads of an item, neighbours in the pool, are read at about the same time.
+        grid=(num_items, geometry.num_kv_heads),
+        grid_names=("item", "kv_head"),
+        scratch_types=_scratch(geometry, q.dtype, tuning),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_attention",
+        **interpret_option(interpret),
+    )
+    return kernel(q, kv, block_tables, work.items)
+
+
+def _scratch(geometry: _Geometry, dtype: Any, tuning: MosaicTuningConfig) -> dict[str, Any]:
+    """Shared memory and barriers. wgmma wants 8-row tiles, and one swizzle for both operands of a product."""
+    head_dim, tile_kv, stages = geometry.head_dim, tuning.tile_kv, tuning.stages
+    itemsize = jnp.dtype(dtype).itemsize
+    span = math.gcd(head_dim * itemsize, 128)
+    transforms = (plgpu.TilingTransform((8, span // itemsize)), plgpu.SwizzleTransform(span))
+
+    def operand(*shape: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    arrivals = tile_kv // geometry.block_size
+    return {
+        "q_s": operand(ROWS, head_dim),
+        # The result is written when the last keys have been used: it takes their place.
+        "k_and_out_s": plgpu.RefUnion(operand(stages, tile_kv, head_dim), plgpu.SMEM((ROWS, head_dim), jnp.float32)),
+        "v_s": operand(stages, tile_kv, head_dim),
+        "p_s": operand(ROWS, tile_kv) if tuning.stage_a_in_smem else None,
+        "lse_s": plgpu.SMEM((ROWS,), jnp.float32),
+        "q_bar": plgpu.Barrier(),
+        "k_bar": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        "v_bar": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+    }
+
+
+def _attend_kernel(
+    q_g: Any,
+    kv_g: Any,
+    tables_g: Any,
+    items_g: Any,
+    partial_g: Any,
+    lse_g: Any,
+    *,
+    geometry: _Geometry,
+    options: AttentionOptions,
+    tuning: MosaicTuningConfig,
+    in_place: bool,
+    q_s: Any,
+    k_and_out_s: Any,
+    v_s: Any,
+    p_s: Any,
+    lse_s: Any,
+    q_bar: Any,
+    k_bar: Any,
+    v_bar: Any,
+) -> None:
+    item, head = lax.axis_index("item"), lax.axis_index("kv_head")
+    row, first_key, end, first_seen = (items_g[item, i] for i in range(4))
+    k_s, out_s = k_and_out_s
+    block_size, tile_kv, stages = geometry.block_size, tuning.tile_kv, tuning.stages
+    tile_blocks = tile_kv // block_size
+    group = pl.ds(0, geometry.padded_group)
+
+    def block_ids(tile: jax.Array) -> tuple[jax.Array, ...]:
+        """The tile's blocks. Past the end: the item's last block again, which masking makes harmless."""
+        start, last = first_key // block_size + tile * tile_blocks, (end - 1) // block_size
+        return tuple(tables_g[row, jnp.minimum(start + i, last)] for i in range(tile_blocks))
+
+    def fetch(ids: tuple[jax.Array, ...], slot: jax.Array, which: int) -> None:
+        for i, block in enumerate(ids):
+            dst, bar = ((k_s, k_bar), (v_s, v_bar))[which]
+            target = dst.at[slot, pl.ds(i * block_size, block_size)]
+            plgpu.copy_gmem_to_smem(kv_g.at[block, which, head], target, bar.at[slot])
+
+    @pl.when(end > first_key)
+    def _() -> None:
+        num_tiles = pl.cdiv(end - first_key, tile_kv)
+        # Rows past the group stay as they are: a row of the products depends on its own query only.
+        plgpu.copy_gmem_to_smem(q_g.at[row, head], q_s.at[group], q_bar)
+        for i in range(stages):
+
+            @pl.when(i < num_tiles)
+            def _(i: int = i) -> None:
+                ids = block_ids(jnp.int32(i))
+                fetch(ids, jnp.int32(i), 0)
+                fetch(ids, jnp.int32(i), 1)
+
+        plgpu.barrier_wait(q_bar)
+
+        def refill(ids: tuple[jax.Array, ...], tile: jax.Array, slot: jax.Array, which: int) -> None:
+            pl.when(tile + stages < num_tiles)(lambda: fetch(ids, slot, which))
+
+        def step(tile: jax.Array, carry: Any) -> Any:
+            state, ids = carry
+            slot = lax.rem(tile, jnp.int32(stages))
+            key = first_key + tile * tile_kv
+            plgpu.barrier_wait(k_bar.at[slot])
+            logits = _logits(q_s, k_s.at[slot], options)
+            refill(ids, tile, slot, 0)
+            logits = _mask(logits, first_seen - key, end - key)
+            state, probs = _softmax_step(state, logits)
+            plgpu.barrier_wait(v_bar.at[slot])
+
+            @pl.when((key < first_seen) | (key + tile_kv > end))
+            def _() -> None:
+                _zero_unseen_rows(v_s.at[slot], first_seen - key, end - key)
+
+            accumulator = _add_values(state.accumulator, probs, v_s.at[slot], p_s, in_place)
+            state = state._replace(accumulator=accumulator)
+            refill(ids, tile, slot, 1)
+            # Looked up a turn ahead: a load from the table takes as long as a good part of a turn.
+            return state, block_ids(tile + stages + 1)
+
+        start = (_empty_state(geometry.head_dim), block_ids(jnp.int32(stages)))
+        state, _ids = lax.fori_loop(0, num_tiles, step, start)
+        _store(state, out_s, lse_s)
+        plgpu.commit_smem()
+        columns = pl.ds(0, geometry.head_dim)
+        plgpu.copy_smem_to_gmem(out_s.at[group], partial_g.at[item, head, :, columns])
+        plgpu.copy_smem_to_gmem(lse_s, lse_g.at[item, head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _State(NamedTuple):
+    """The online softmax in registers, over the padded rows."""
+
+    maximum: jax.Array  # f32[64], units of log2
+    denominator: jax.Array  # f32[64]
+    accumulator: jax.Array  # f32[64, H]
+
+
+def _empty_state(head_dim: int) -> _State:
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    return _State(
+        plgpu.layout_cast(jnp.full((ROWS,), LOWEST_MAX, jnp.float32), per_row),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+    )
+
+
+def _over_columns(x: jax.Array, num_columns: int) -> jax.Array:
+    return lax.broadcast_in_dim(x, (ROWS, num_columns), [0])
+
+
+def _product(a: Any, b: Any) -> jax.Array:
+    """a ``[64, C]`` times b ``[C, M]``, in float32."""
+
+    def body(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(body, plgpu.ACC((ROWS, b.shape[1]), jnp.float32))
+
+
+def _logits(q_s: Any, k_s: Any, options: AttentionOptions) -> jax.Array:
+    logits = _product(q_s, k_s.T)
+    if options.softcap is None:
+        return logits * (options.scale * LOG2_E)
+    return jnp.tanh(logits * (options.scale / options.softcap)) * (options.softcap * LOG2_E)
+
+
+def _mask(logits: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
+    """Logits with the keys outside [first, end) of the tile at MASK_VALUE."""
+    key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.where((key >= first) & (key < end), logits, MASK_VALUE)
+
+
+def _softmax_step(state: _State, logits: jax.Array) -> tuple[_State, jax.Array]:
+    """The state rescaled to the new maximum, with the denominator up to date, and the probabilities."""
+    maximum = jnp.maximum(state.maximum, logits.max(axis=1))
+    decay = jnp.exp2(state.maximum - maximum)
+    probs = jnp.exp2(logits - _over_columns(maximum, logits.shape[1]))
+    accumulator = state.accumulator * _over_columns(decay, state.accumulator.shape[1])
+    return _State(maximum, state.denominator * decay + probs.sum(axis=1), accumulator), probs
+
+
+def _zero_unseen_rows(v_s: Any, first: jax.Array, end: jax.Array) -> None:
+    """Zeros the tile's values outside [first, end): they may be NaN, which a probability of 0 does not cancel."""
+    tile_kv, head_dim = v_s.shape
+    columns = math.gcd(head_dim, 64)
+    key = plgpu.broadcasted_iota(jnp.int32, (tile_kv, columns), 0, layout=plgpu.Layout.WGMMA)
+    seen = (key >= first) & (key < end)
+
+    # Few columns at a time: the accumulator leaves few registers.
+    @pl.loop(0, head_dim // columns)
+    def _(i: jax.Array) -> None:
+        ref = v_s.at[:, pl.ds(pl.multiple_of(i * columns, columns), columns)]
+        ref[...] = jnp.where(seen, ref[...], jnp.zeros((), v_s.dtype))
+
+    plgpu.commit_smem()
+
+
+def _add_values(accumulator: jax.Array, probs: jax.Array, v_s: Any, p_s: Any | None, in_place: bool) -> jax.Array:
+    weights: Any = probs.astype(v_s.dtype)
+    if p_s is not None:
+        p_s[...] = weights
+        plgpu.commit_smem()
+        weights = p_s
+    if not in_place:  # the interpreter has no accumulator that begins with a value
+        return accumulator + _product(weights, v_s)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_s))(plgpu.ACC.init(accumulator))
+
+
+def _store(state: _State, out_s: Any, lse_s: Any) -> None:
+    """The result and its logsumexp to shared memory. An item has a visible key, so no denominator is 0."""
+    out_s[...] = state.accumulator * _over_columns(1.0 / state.denominator, out_s.shape[1])
+    lse_s[...] = state.maximum + jnp.log2(state.denominator)
+
+
+def combine_items(
+    partials: jax.Array,
+    logsumexps: jax.Array,
+    work: WorkPlan,
+    sinks: jax.Array | None,
+    shape: tuple[int, ...],
+    dtype: Any,
+    interpret: Any = None,
+) -> jax.Array:
+    """Merges each row's partials as ``attend_items`` gives them; ``[R, N, H]`` = ``shape``, zeros for an empty row."""
+    num_rows, num_heads, head_dim = shape
+    group = num_heads // partials.shape[1]
+    kernel: Callable[..., jax.Array] = plgpu.kernel(
+        partial(_combine_kernel, group=group, has_sinks=sinks is not None),
+        out_type=jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), dtype),
+        grid=(num_rows, num_heads),
+        grid_names=("row", "head"),
+        scratch_types=[plgpu.SMEM((partials.shape[3],), dtype)],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_attention_combine",
+        **interpret_option(interpret),
+    )
+    extra = () if sinks is None else (sinks.astype(jnp.float32),)
+    return kernel(partials, logsumexps, work.row_items, *extra)
+
+
+def _combine_kernel(partial_g: Any, lse_g: Any, row_items_g: Any, *refs: Any, group: int, has_sinks: bool) -> None:
+    *sinks_g, out_g, out_s = refs
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    kv_head, member = lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
+    first, end = row_items_g[row], row_items_g[row + 1]
+    width = partial_g.shape[3]
+
+    def vector(x: float) -> jax.Array:
+        return jnp.full((width,), x, jnp.float32)
+
+    def step(item: jax.Array, carry: Any) -> Any:
+        maximum, denominator, total = carry
+        lse = lse_g[item, kv_head, member]
+        new_maximum = jnp.maximum(maximum, lse)
+        decay, weight = jnp.exp2(maximum - new_maximum), jnp.exp2(lse - new_maximum)
+        result = plgpu.load(partial_g.at[item, kv_head, member], optimized=False)
+        return new_maximum, denominator * decay + weight, total * decay + result * weight
+
+    if has_sinks:
+        start = (sinks_g[0][head] * LOG2_E, jnp.float32(1.0))
+    else:
+        start = (jnp.float32(LOWEST_MAX), jnp.float32(0.0))
+    _, denominator, total = lax.fori_loop(first, end, step, (*start, vector(0.0)))
+    # An empty row has nothing to divide: its total is 0.
+    out_s[...] = (total / jnp.where(denominator == 0.0, 1.0, denominator)).astype(out_s.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, out_g.shape[2])], out_g.at[row, head])
+    plgpu.wait_smem_to_gmem(0)
