@@ -72,7 +72,7 @@ TARGETS: Mapping[str, GpuTarget] = {
             memory_bytes=84_942_979_072,
             bytes_per_s=3.35e12,
             flops_per_s=790e12,
-            rates_from="memory rate by NVIDIA's data sheet, not measured; products as measured on an H200, the same chip",
+            rates_from="memory: NVIDIA's data sheet, not measured; products: as measured on an H200, the same chip",
         ),
     )
 }
@@ -209,6 +209,8 @@ def compile_program(
         with _kernel_dumps(kernels):
             compiled = lower().compile(compiler_options=options)
         memory = compiled.memory_analysis()
+        if memory is None:
+            raise RuntimeError("the compiler gave no account of the program's memory")
         return CompileReport(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,

@@ -1,11 +1,14 @@
 """Decode attention: one query a row over the paged KV pool."""
 
 from functools import partial
+from typing import Any
 
 import jax
 
 from ..attention_common import AttentionOptions, check_attention_inputs
-from ..dispatch import Implementation, check_implementation
+from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
+from ..tuning import current_gpu, find_tuned
+from .config import MosaicTuningConfig, mosaic_tuning
 from .xla import paged_attention_xla
 
 __all__ = ["paged_attention"]
@@ -22,6 +25,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
+    interpret: Any = None,
 ) -> jax.Array:
     """Attention of each row's newest token over all its tokens.
 
@@ -36,20 +40,27 @@ def paged_attention(
       window: the query at position p sees the keys in (p - window, p].
       softcap: scores become ``softcap * tanh(score / softcap)``.
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
-      implementation: "xla" (see ``dispatch.select_implementation``).
+      implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
+      interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
 
     Returns:
       ``[R, N, H]`` in q's type; the softmax and both sums are float32.
 
     Raises:
-      ValueError: shapes, types or options that do not fit. NotImplementedError: implementation "mosaic".
+      ValueError: shapes, types or options that do not fit, or that "mosaic" cannot serve. NotImplementedError:
+      "mosaic" with a JAX that is too old for it.
     """
     check_implementation(implementation)
     check_attention_inputs(q, kv, block_tables, seq_lens, sinks)
     if q.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"decode takes one query a row; got {q.shape[0]} queries and {seq_lens.shape[0]} rows")
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
-    return _paged_attention(q, kv, block_tables, seq_lens, sinks, options=options)
+    if implementation == "xla":
+        return _paged_attention(q, kv, block_tables, seq_lens, sinks, options=options)
+    tuning = _mosaic_tuning(q, kv, interpret)
+    return _paged_attention_mosaic(
+        q, kv, block_tables, seq_lens, sinks, options=options, tuning=tuning, interpret=interpret
+    )
 
 
 @partial(jax.jit, static_argnames="options")
@@ -63,3 +74,31 @@ def _paged_attention(
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
     return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options)
+
+
+def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningConfig:
+    """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
+    kernel cannot serve."""
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
+    if kv.dtype != q.dtype:
+        raise ValueError(f"the mosaic kernels take queries and keys of one type; got q {q.dtype}, kv {kv.dtype}")
+    tuned = None
+    if interpret is None and (gpu := current_gpu()):
+        tuned = find_tuned("paged_attention", gpu, {"head_dim": head_dim, "block_size": block_size})
+    return mosaic_tuning(head_dim, interpreted=interpret is not None) if tuned is None else MosaicTuningConfig(**tuned)
+
+
+@partial(jax.jit, static_argnames=("options", "tuning", "interpret"))
+def _paged_attention_mosaic(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    tuning: MosaicTuningConfig,
+    interpret: Any,
+) -> jax.Array:
+    kernel = load_mosaic("paged_attention").paged_attention_mosaic
+    return kernel(q, kv, block_tables, seq_lens, sinks, options, tuning, interpret)

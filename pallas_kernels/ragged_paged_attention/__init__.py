@@ -1,6 +1,7 @@
 """Mixed attention: any number of queries a row (decode, prefill, chunked prefill) over the paged KV pool."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
+    interpret: Any = None,
 ) -> jax.Array:
     """Causal attention of the tokens of this step, packed row after row.
 
@@ -41,6 +43,7 @@ def ragged_paged_attention(
       softcap: scores become ``softcap * tanh(score / softcap)``.
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
       implementation: "xla" (see ``dispatch.select_implementation``).
+      interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
 
     Returns:
       ``[T, N, H]`` in q's type; the softmax and both sums are float32.
@@ -49,6 +52,8 @@ def ragged_paged_attention(
       ValueError: shapes, types or options that do not fit. NotImplementedError: implementation "mosaic".
     """
     check_implementation(implementation)
+    if implementation == "mosaic":
+        raise NotImplementedError("the 'mosaic' attention kernels are not connected yet; use 'xla' or 'auto'")
     check_attention_inputs(q, kv, block_tables, seq_lens, sinks)
     if query_start_loc.shape != (seq_lens.shape[0] + 1,) or query_start_loc.dtype != jnp.int32:
         raise ValueError(
