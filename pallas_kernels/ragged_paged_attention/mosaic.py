@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions
+from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions, visible
 from .config import MosaicTuningConfig
-from .work import FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, TilePlan
+from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, TilePlan
 
 WG_QUERIES = 64
 """Queries per compute warpgroup: the M of wgmma."""
@@ -61,9 +61,14 @@ class _Shape:
         return self.tuning.tile_kv // self.block_size
 
     @property
-    def out_pitch(self) -> int:
-        """A row of the output's staging area: whole multiples of the 128 bytes at which a TMA may start."""
-        return -(-self.head_dim // 64) * 64
+    def edge_width(self) -> int:
+        """Elements of a query's output that the staging area of incomplete tiles holds at a time."""
+        return min(self.head_dim, 128)
+
+    @property
+    def edge_pitch(self) -> int:
+        """From row to row there: whole multiples of the 128 bytes at which a TMA may start."""
+        return -(-self.edge_width // 64) * 64
 
     @property
     def transforms(self) -> tuple:
@@ -81,10 +86,10 @@ class _Refs(NamedTuple):
     num_tiles: Ref  # i32 [1]
     sinks: Ref  # f32 [N]
     out: Ref  # [T, N, H]
-    q_smem: Ref  # [2, 64, H]
+    q_smem: Ref  # [2, 64, H]; in the end the output
     k_smem: Ref  # [stages, tile_kv, H]
     v_smem: Ref  # [stages, tile_kv, H]
-    out_smem: Ref  # [2, 64, out_pitch]
+    edge_smem: Ref  # [2, 64, edge_pitch], not swizzled
     p_smem: Ref | None  # [2, 64, tile_kv]
     q_full: Ref
     q_empty: Ref
@@ -153,8 +158,9 @@ def attend_tiles(
     ``ragged_paged_attention``."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2:4]
-    if num_tokens < WG_QUERIES:  # a warpgroup reads 64 rows
-        q = jnp.pad(q, ((0, WG_QUERIES - num_tokens), (0, 0), (0, 0)))
+    padding = max(WG_QUERIES - num_tokens, -num_tokens % ALIGNMENT)  # a warpgroup reads 64 rows
+    if padding:
+        q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
     shape = _Shape(
         num_tokens=q.shape[0],
         num_heads=num_heads,
@@ -191,7 +197,7 @@ def _scratch(shape: _Shape) -> tuple:
         smem((COMPUTE_WGS, WG_QUERIES, shape.head_dim)),
         smem((stages, tile_kv, shape.head_dim)),
         smem((stages, tile_kv, shape.head_dim)),
-        plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, shape.out_pitch), shape.dtype),
+        plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, shape.edge_pitch), shape.dtype),
         p_smem if shape.tuning.stage_p_in_smem else None,
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
@@ -210,13 +216,13 @@ def _kernel(*args: Ref, shape: _Shape) -> None:
 
     @pl.when(warpgroup < COMPUTE_WGS)
     def compute() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         _for_each_item(refs, shape, partial(_compute_item, refs, shape, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == COMPUTE_WGS)
     def fetch() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
         _for_each_item(refs, shape, partial(_fetch_item, refs, shape))
 
 
@@ -226,8 +232,8 @@ def _take_turn(refs: _Refs) -> None:
     plgpu.barrier_wait(refs.turn)
 
 
-def _for_each_item(refs: _Refs, shape: _Shape, body: Callable[[_Item, jax.Array, jax.Array], None]) -> None:
-    """Calls ``body(item, items so far, turns so far)`` for this program's items.
+def _for_each_item(refs: _Refs, shape: _Shape, body: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
+    """Calls ``body(place, items so far, turns so far)`` for this program's items, ``place`` being the item's number.
 
     Items are dealt out back and forth over the programs, dearest first, so that their sums come out about equal.
     """
@@ -238,15 +244,16 @@ def _for_each_item(refs: _Refs, shape: _Shape, body: Callable[[_Item, jax.Array,
     def round_(index: jax.Array, turns: jax.Array) -> jax.Array:
         place = index * num_ctas + jnp.where(index % 2 == 0, cta, num_ctas - 1 - cta)
         is_real = place < num_items
-        item = _load_item(refs, shape, jnp.where(is_real, place, 0), slices)
-        pl.when(is_real)(lambda: body(item, index, turns))
-        return turns + jnp.where(is_real, item.num_turns, 0)
+        place = jnp.where(is_real, place, 0)
+        pl.when(is_real)(lambda: body(place, index, turns))
+        return turns + jnp.where(is_real, _load_item(refs, shape, place).num_turns, 0)
 
     lax.fori_loop(0, pl.cdiv(num_items, num_ctas), round_, jnp.int32(0))
 
 
-def _load_item(refs: _Refs, shape: _Shape, place: jax.Array, slices: int) -> _Item:
+def _load_item(refs: _Refs, shape: _Shape, place: jax.Array) -> _Item:
     tile_kv, window = shape.tuning.tile_kv, shape.options.window
+    slices = shape.num_heads // shape.wg_heads
     tile, slice_ = place // slices, place % slices
     num_tokens, num_keys = refs.tiles[tile, NUM_TOKENS], refs.tiles[tile, NUM_KEYS]
     first_pos = num_keys - num_tokens
@@ -274,19 +281,24 @@ def _load_item(refs: _Refs, shape: _Shape, place: jax.Array, slices: int) -> _It
 
 def _warpgroup_rows(shape: _Shape, item: _Item, warpgroup: jax.Array | int) -> _WarpgroupRows:
     """The last tokens of q are reached by starting earlier: 64 rows from any other start would leave q."""
-    skipped = jnp.int32(0) if shape.wg_heads > 1 else warpgroup * WG_QUERIES
-    wanted = item.first_token + skipped
-    start = jnp.minimum(wanted, shape.num_tokens - WG_QUERIES)
+    groups = WG_QUERIES // ALIGNMENT
+    wanted = item.first_token // ALIGNMENT  # in groups of rows, so that the compiler sees the alignment
+    if shape.wg_heads == 1:
+        wanted = wanted + warpgroup * groups
+    start = jnp.minimum(wanted, shape.num_tokens // ALIGNMENT - groups) * ALIGNMENT
+    first = jnp.maximum(item.first_token, wanted * ALIGNMENT)
+    end = jnp.minimum(item.first_token + item.num_tokens, wanted * ALIGNMENT + WG_QUERIES)
     return _WarpgroupRows(
         head=item.head + (warpgroup if shape.wg_heads > 1 else 0),
         start=start,
-        first_row=wanted - start,
-        num_rows=jnp.clip(item.num_tokens - skipped, 0, WG_QUERIES),
+        first_row=first - start,
+        num_rows=jnp.maximum(end - first, 0),
         first_pos=item.first_pos + start - item.first_token,
     )
 
 
-def _fetch_item(refs: _Refs, shape: _Shape, item: _Item, index: jax.Array, turns: jax.Array) -> None:
+def _fetch_item(refs: _Refs, shape: _Shape, place: jax.Array, index: jax.Array, turns: jax.Array) -> None:
+    item = _load_item(refs, shape, place)
     stages, tile_blocks, block_size = shape.tuning.stages, shape.tile_blocks, shape.block_size
     pl.when(index > 0)(lambda: plgpu.barrier_wait(refs.q_empty))
     for warpgroup in range(COMPUTE_WGS):
@@ -314,8 +326,9 @@ def _fetch_item(refs: _Refs, shape: _Shape, item: _Item, index: jax.Array, turns
 
 
 def _compute_item(
-    refs: _Refs, shape: _Shape, warpgroup: jax.Array, item: _Item, index: jax.Array, turns: jax.Array
+    refs: _Refs, shape: _Shape, warpgroup: jax.Array, place: jax.Array, index: jax.Array, turns: jax.Array
 ) -> None:
+    item = _load_item(refs, shape, place)
     rows = _warpgroup_rows(shape, item, warpgroup)
     plgpu.barrier_wait(refs.q_full)
     pl.when(warpgroup == 1)(partial(_take_turn, refs))
@@ -327,15 +340,14 @@ def _compute_item(
         state = lax.fori_loop(item.window_turn, item.num_turns, partial(body, masked=True), state)
     # Once an item, not once a program: the queries of the next item wait for both.
     pl.when(warpgroup == 0)(partial(_take_turn, refs))
-    plgpu.barrier_arrive(refs.q_empty)
 
     denominator = jnp.where(state.denominator == 0.0, 1.0, state.denominator)
     result = state.accumulator * lax.broadcast_in_dim(1.0 / denominator, state.accumulator.shape, [0])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left the staging area
-    staged = refs.out_smem.at[warpgroup, :, pl.ds(0, shape.head_dim)]
-    staged[...] = result.astype(shape.dtype)
-    plgpu.commit_smem()
-    _store_rows(refs, shape, warpgroup, rows)
+    # What the loop does not need is read again, not kept in registers meanwhile.
+    rows = _warpgroup_rows(shape, _load_item(refs, shape, place), warpgroup)
+    _store(refs, shape, warpgroup, rows, result.astype(shape.dtype))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(refs.q_empty)
 
 
 def _start(refs: _Refs, shape: _Shape, rows: _WarpgroupRows) -> _Softmax:
@@ -363,6 +375,10 @@ def _turn(
     """One KV tile: scores, softmax, values."""
     tile_kv = shape.tuning.tile_kv
     slot = (turns + turn) % shape.tuning.stages
+    first_key = (item.last_tile - turn) * tile_kv
+    is_partial = (turn == 0) & (first_key + tile_kv > item.seq_len) if masked else jnp.bool_(False)
+    if masked:  # before the scores take their registers
+        pl.when(is_partial)(partial(_clear_unwritten, refs, shape, warpgroup, item, slot, first_key))
     plgpu.barrier_wait(refs.k_full.at[slot])
 
     def multiply(acc_ref: Ref) -> jax.Array:
@@ -373,7 +389,6 @@ def _turn(
     scores = pl.run_scoped(multiply, plgpu.ACC((WG_QUERIES, tile_kv), jnp.float32))
     plgpu.barrier_arrive(refs.k_empty.at[slot])
     scores = _scaled(scores, shape.options)
-    first_key = (item.last_tile - turn) * tile_kv
     if masked:
         scores = jnp.where(_visible(shape, rows, first_key), scores, MASK_VALUE)
 
@@ -388,10 +403,7 @@ def _turn(
         plgpu.commit_smem()
 
     plgpu.barrier_arrive(refs.turn)
-    plgpu.barrier_wait(refs.v_full.at[slot])
-    if masked:
-        is_partial = (turn == 0) & (first_key + tile_kv > item.seq_len)
-        pl.when(is_partial)(partial(_clear_unwritten, refs, shape, warpgroup, item, slot, first_key))
+    pl.when(jnp.logical_not(is_partial))(partial(plgpu.barrier_wait, refs.v_full.at[slot]))
     plgpu.barrier_wait(refs.turn)
     accumulator = _add_values(refs, shape, warpgroup, slot, probs, accumulator)
     plgpu.barrier_arrive(refs.v_empty.at[slot])
@@ -408,27 +420,30 @@ def _scaled(scores: jax.Array, options: AttentionOptions) -> jax.Array:
 def _visible(shape: _Shape, rows: _WarpgroupRows, first_key: jax.Array) -> jax.Array:
     tile = (WG_QUERIES, shape.tuning.tile_kv)
     row, column = (plgpu.broadcasted_iota(jnp.int32, tile, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
-    distance = row - column + (rows.first_pos - first_key)  # from the key to the query
-    seen = distance >= 0
-    return seen if shape.options.window is None else seen & (distance < shape.options.window)
+    # Sums that change from turn to turn, so that the compiler does not keep 64 of them in registers.
+    query_pos, key_pos = row + rows.first_pos, column + first_key
+    return visible(query_pos, key_pos, shape.options.window)
 
 
 def _clear_unwritten(
     refs: _Refs, shape: _Shape, warpgroup: jax.Array, item: _Item, slot: jax.Array, first_key: jax.Array
 ) -> None:
     """Zeros the values that belong to no key: a probability of 0 times NaN would be NaN. The warpgroups share the
-    rows of the tile and wait for each other."""
-    for chunk in range(shape.tuning.tile_kv // 64):
+    rows of the tile and wait for each other. In small pieces, for most registers are taken."""
+    width = shape.transforms[0].tiling[1]
+    plgpu.barrier_wait(refs.v_full.at[slot])
 
-        @pl.when(warpgroup == chunk % COMPUTE_WGS)
-        def clear(chunk: int = chunk) -> None:
-            values = refs.v_smem.at[slot, pl.ds(chunk * 64, 64)]
-            row = plgpu.broadcasted_iota(jnp.int32, (64, shape.head_dim), 0, layout=plgpu.Layout.WGMMA)
-            key = first_key + chunk * 64 + row
-            is_written = (key < item.seq_len) & (key >= item.first_block * shape.block_size)
+    def clear(chunk: int) -> None:
+        row = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=plgpu.Layout.WGMMA)
+        key = first_key + chunk * 64 + row
+        is_written = (key < item.seq_len) & (key >= item.first_block * shape.block_size)
+        for column in range(0, shape.head_dim, width):
+            values = refs.v_smem.at[slot, pl.ds(chunk * 64, 64), pl.ds(column, width)]
             old = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
             values[...] = jnp.where(is_written, old, jnp.zeros_like(old))
 
+    for chunk in range(shape.tuning.tile_kv // 64):
+        pl.when(warpgroup == chunk % COMPUTE_WGS)(partial(clear, chunk))
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.cleared)
     plgpu.barrier_wait(refs.cleared)
@@ -448,24 +463,47 @@ def _add_values(
     return accumulator + pl.run_scoped(multiply, plgpu.ACC(accumulator.shape, jnp.float32))
 
 
-def _store_rows(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRows) -> None:
-    """Writes this warpgroup's queries and no other token: pieces of 64, 32, … 1 rows, as the number's bits say."""
+def _store(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRows, result: jax.Array) -> None:
+    """Writes this warpgroup's queries and no other token. ``result`` is ``[64, H]``."""
+    is_full = rows.num_rows == WG_QUERIES
+
+    @pl.when(is_full)
+    def store_all() -> None:
+        refs.q_smem.at[warpgroup][...] = result
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            refs.q_smem.at[warpgroup], refs.out.at[pl.ds(rows.start, WG_QUERIES), rows.head]
+        )
+
+    @pl.when(jnp.logical_not(is_full))
+    def store_some() -> None:
+        for column in range(0, shape.head_dim, shape.edge_width):
+            if column:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            columns = slice(column, column + shape.edge_width)
+            refs.edge_smem.at[warpgroup, :, pl.ds(0, shape.edge_width)][...] = result[:, columns]
+            plgpu.commit_smem()
+            _store_rows(refs, shape, warpgroup, rows, pl.ds(column, shape.edge_width))
+
+
+def _store_rows(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRows, columns: Any) -> None:
+    """Pieces of 32, 16, … 1 rows, as the bits of their number say."""
     token = rows.start + rows.first_row
-    if shape.out_pitch != shape.head_dim:  # rows are apart: one by one
+    if shape.edge_pitch != shape.edge_width:  # rows are apart: one by one
 
         def store(row: jax.Array, _: None) -> None:
-            source = refs.out_smem.at[warpgroup, rows.first_row + row, pl.ds(0, shape.head_dim)]
-            plgpu.copy_smem_to_gmem(source, refs.out.at[token + row, rows.head])
+            source = refs.edge_smem.at[warpgroup, rows.first_row + row, pl.ds(0, shape.edge_width)]
+            plgpu.copy_smem_to_gmem(source, refs.out.at[token + row, rows.head, columns])
 
         lax.fori_loop(0, rows.num_rows, store, None)
         return
-    size = WG_QUERIES
+    size = WG_QUERIES // 2
     while size:
 
         @pl.when(rows.num_rows & size != 0)
         def store_piece(size: int = size) -> None:
             done = rows.num_rows & ~(2 * size - 1)
-            source = refs.out_smem.at[warpgroup, pl.ds(rows.first_row + done, size)]
-            plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(token + done, size), rows.head])
+            source = refs.edge_smem.at[warpgroup, pl.ds(rows.first_row + done, size)]
+            plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(token + done, size), rows.head, columns])
 
         size //= 2

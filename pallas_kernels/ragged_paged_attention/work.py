@@ -20,9 +20,14 @@ class TilePlan(NamedTuple):
     """i32 ``[1]``; tiles from there on are never looked at."""
 
 
+ALIGNMENT = 8
+"""A warpgroup's queries start at a multiple of this token: a TMA fills swizzled shared memory in groups of 8 rows."""
+
+
 def max_tiles(num_tokens: int, num_rows: int, tile_q: int) -> int:
     """The most tiles of ``num_tokens`` tokens in ``num_rows`` rows, each with at least two, and a padding tail."""
-    return num_tokens // tile_q + min(num_rows, num_tokens // 2) + 1
+    pieces = min(num_rows, num_tokens // 2) + 1
+    return (num_tokens + pieces * (tile_q + ALIGNMENT - 2)) // tile_q
 
 
 def plan_tiles(
@@ -37,7 +42,8 @@ def plan_tiles(
     """Cuts the rows with two or more query tokens, and the padding tokens at the end, into tiles of ``tile_q`` tokens.
 
     query_start_loc i32 ``[R+1]``; seq_lens i32 ``[R]``; ``num_tokens`` is T, ``tile_kv`` the keys per turn. Rows with
-    one query token are decode's. The order is by descending cost, so that CTAs that take turns end together.
+    one query token are decode's. Tiles end at tokens that are multiples of ``ALIGNMENT``, or with their row. The order
+    is by descending cost, so that programs that take turns end together.
     """
     num_rows = seq_lens.shape[0]
     size = max_tiles(num_tokens, num_rows, tile_q)
@@ -46,14 +52,16 @@ def plan_tiles(
     lens = jnp.append(seq_lens, 0)
     query_lens = jnp.diff(starts)
     is_single = (query_lens == 1) & (jnp.arange(num_rows + 1) < num_rows)
-    tiles_per_row = jnp.where(is_single, 0, (query_lens + tile_q - 1) // tile_q)
+    skipped = starts[:-1] % ALIGNMENT
+    tiles_per_row = jnp.where(is_single | (query_lens == 0), 0, (skipped + query_lens + tile_q - 1) // tile_q)
     tiles_up_to_row = jnp.cumsum(tiles_per_row)
 
     index = jnp.arange(size)
     row = jnp.searchsorted(tiles_up_to_row, index, side="right", method="compare_all")
     row = jnp.minimum(row, num_rows)
-    start = (index - (tiles_up_to_row[row] - tiles_per_row[row])) * tile_q
-    count = jnp.minimum(query_lens[row] - start, tile_q)
+    end = (index - (tiles_up_to_row[row] - tiles_per_row[row]) + 1) * tile_q - skipped[row]  # in the row
+    start = jnp.maximum(end - tile_q, 0)
+    count = jnp.minimum(end, query_lens[row]) - start
     is_padding = row == num_rows
     num_keys = jnp.where(is_padding, 0, lens[row] - query_lens[row] + start + count)
     fields = [jnp.where(is_padding, 0, row), starts[row] + start, count, num_keys, lens[row]]
