@@ -28,13 +28,45 @@ GPU_TUNING = TuningConfig(rows_per_group=256, chunk_tokens=256, branch_on_partia
 class MosaicTuningConfig:
     """Sizes of the Mosaic kernel."""
 
-    tile_kv: int = 64
-    """Keys per turn, whole blocks and a multiple of 64."""
-    stages: int = 2
-    """Tiles in flight or in use."""
-    min_keys_per_item: int = 256
-    """No row is cut into shorter items, a multiple of tile_kv."""
-    target_thread_blocks: int = 528
-    """Items times KV heads to aim for when rows are few and long."""
-    stage_a_in_smem: bool = True
-    """Probabilities reach wgmma through shared memory."""
+    tile_kv: int
+    """Keys per turn: a multiple of 64 (what wgmma's layout of registers covers) and of the block size."""
+    stages: int
+    """KV tiles in shared memory, in flight or in use."""
+    min_keys_per_item: int
+    """No row is cut into items shorter than this many keys, a multiple of tile_kv."""
+    target_thread_blocks: int
+    """Work items times KV heads to aim for where rows are few and long."""
+    stage_a_in_smem: bool = False
+    """Probabilities reach wgmma through shared memory, as the interpreter needs, instead of from registers."""
+
+    def __post_init__(self) -> None:
+        if self.tile_kv < 64 or self.tile_kv % 64:
+            raise ValueError(f"tile_kv must be a multiple of 64; got {self.tile_kv}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be at least 2; got {self.stages}")
+        if self.min_keys_per_item < 1 or self.min_keys_per_item % self.tile_kv:
+            raise ValueError(
+                f"min_keys_per_item must be a multiple of tile_kv {self.tile_kv}; got {self.min_keys_per_item}"
+            )
+        if self.target_thread_blocks < 1:
+            raise ValueError(f"target_thread_blocks must be at least 1; got {self.target_thread_blocks}")
+
+
+def mosaic_tuning(head_dim: int, *, interpreted: bool = False) -> MosaicTuningConfig:
+    """Sizes by reasoning, for Hopper (132 multiprocessors with 227 KiB of shared memory each); not measured.
+
+    - A multiprocessor needs some 36-48 KB on their way to keep up with the memory. A stage of 64 keys of 128 columns
+      is 32 KB; two stages, with queries and results, leave room for two thread blocks on a multiprocessor: about
+      96 KB on their way, and one block's softmax runs while the other's products do. A narrower head gets more stages
+      for the same bytes; one of 256 columns fills a multiprocessor with one block.
+    - An item costs some microseconds to begin and end, about what 256 keys take. Four thread blocks for each
+      multiprocessor, two waves, even out items of unequal length.
+
+    Interpreted: as small as the kernel allows, so that tests see several items and turns cheaply.
+    """
+    if interpreted:
+        return MosaicTuningConfig(
+            tile_kv=64, stages=2, min_keys_per_item=64, target_thread_blocks=2, stage_a_in_smem=True
+        )
+    stages = 4 if head_dim <= 64 else 2
+    return MosaicTuningConfig(tile_kv=64, stages=stages, min_keys_per_item=256, target_thread_blocks=4 * 132)

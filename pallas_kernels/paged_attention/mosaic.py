@@ -10,6 +10,7 @@ Logits are kept in units of log2, so that exponentials are the hardware's ex2.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,24 +30,8 @@ ROWS = 64
 LANES = 128
 """Threads of a warpgroup; vectors that the combine holds in registers have a multiple of so many elements."""
 LOG2_E = math.log2(math.e)
-
-
-class _Geometry(NamedTuple):
-    """Static sizes of a call."""
-
-    group: int
-    padded_group: int  # whole 8-row tiles
-    head_dim: int
-    padded_head_dim: int  # whole LANES
-    block_size: int
-    num_kv_heads: int
-
-    @classmethod
-    def of(cls, q: jax.Array, kv: jax.Array) -> "_Geometry":
-        num_kv_heads, block_size, head_dim = kv.shape[2:]
-        group = q.shape[1] // num_kv_heads
-        padded_head_dim = -(-head_dim // LANES) * LANES
-        return cls(group, -(-group // 8) * 8, head_dim, padded_head_dim, block_size, num_kv_heads)
+KEYS, VALUES = 0, 1
+"""Where they are in a block of the pool."""
 
 
 def paged_attention_mosaic(
@@ -59,28 +44,80 @@ def paged_attention_mosaic(
     tuning: MosaicTuningConfig,
     interpret: Any = None,
 ) -> jax.Array:
-    """Shapes as in ``paged_attention``, within what ``config.check_mosaic_shapes`` accepts.
+    """Shapes as in ``paged_attention``, within what ``dispatch.check_mosaic_shapes`` accepts.
 
-    ``interpret``: None on a GPU, ``plgpu.InterpretGPUParams()`` on a CPU.
+    ``interpret``: None on a GPU, ``dispatch.gpu_interpreter()`` on a CPU. The work list depends on lengths and window
+    only: XLA computes it once for all layers that agree on these.
     """
-    geometry = _Geometry.of(q, kv)
-    num_rows = q.shape[0]
-    max_keys = block_tables.shape[1] * geometry.block_size
+    num_rows, (num_kv_heads, block_size) = q.shape[0], kv.shape[2:4]
+    max_keys = block_tables.shape[1] * block_size
     if options.window is not None:
-        max_keys = min(max_keys, options.window + geometry.block_size - 1)
-    num_items = num_work_items(
-        num_rows, max_keys, geometry.num_kv_heads, tuning.target_thread_blocks, tuning.min_keys_per_item
-    )
+        max_keys = min(max_keys, options.window + block_size - 1)
     work = plan_work(
         seq_lens,
-        num_items=num_items,
-        block_size=geometry.block_size,
+        num_items=num_work_items(
+            num_rows, max_keys, num_kv_heads, tuning.target_thread_blocks, tuning.min_keys_per_item
+        ),
+        block_size=block_size,
         tile_kv=tuning.tile_kv,
         min_keys=tuning.min_keys_per_item,
         window=options.window,
     )
     partials, logsumexps = attend_items(q, kv, block_tables, work, options, tuning, interpret)
     return combine_items(partials, logsumexps, work, sinks, q.shape, q.dtype, interpret)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the first kernel is specialised on."""
+
+    group: int
+    head_dim: int
+    num_kv_heads: int
+    block_size: int
+    dtype: Any
+    options: AttentionOptions
+    tuning: MosaicTuningConfig
+    in_place: bool
+    """Products are added to the accumulator by wgmma itself; the interpreter has no accumulator that begins with a
+    value, so there they are added afterwards."""
+
+    @property
+    def padded_group(self) -> int:
+        """Whole tiles of 8 rows."""
+        return -(-self.group // 8) * 8
+
+    @property
+    def padded_head_dim(self) -> int:
+        return -(-self.head_dim // LANES) * LANES
+
+    @property
+    def tile_blocks(self) -> int:
+        return self.tuning.tile_kv // self.block_size
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers. wgmma wants 8-row tiles, and one swizzle for both operands of a product."""
+        tile_kv, stages = self.tuning.tile_kv, self.tuning.stages
+        itemsize = jnp.dtype(self.dtype).itemsize
+        span = math.gcd(self.head_dim * itemsize, 128)
+        transforms = (plgpu.TilingTransform((8, span // itemsize)), plgpu.SwizzleTransform(span))
+
+        def operand(*shape: int) -> Any:
+            return plgpu.SMEM(shape, self.dtype, transforms=transforms)
+
+        tiles = operand(stages, tile_kv, self.head_dim)
+        arrived = plgpu.Barrier(num_arrivals=self.tile_blocks, num_barriers=stages)
+        return {
+            "q_s": operand(ROWS, self.head_dim),
+            # The result is written when the last keys have been used: it takes their place.
+            "k_and_out_s": plgpu.RefUnion(tiles, plgpu.SMEM((ROWS, self.head_dim), jnp.float32)),
+            "v_s": tiles,
+            "p_s": operand(ROWS, tile_kv) if self.tuning.stage_a_in_smem else None,
+            "lse_s": plgpu.SMEM((ROWS,), jnp.float32),
+            "q_bar": plgpu.Barrier(),
+            "k_bar": arrived,
+            "v_bar": arrived,
+        }
 
 
 def attend_items(
@@ -97,50 +134,35 @@ def attend_items(
     Returns f32 ``[W, K, Gp, Hp]`` (the first G rows and H columns hold something) and f32 ``[W, K, 64]`` (the first G).
     Padding items write nothing.
     """
-    geometry = _Geometry.of(q, kv)
     num_items = work.items.shape[0]
-    q = q.reshape(-1, geometry.num_kv_heads, geometry.group, geometry.head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, geometry.padded_group - geometry.group), (0, 0)))
-    partial_shape = (num_items, geometry.num_kv_heads, geometry.padded_group, geometry.padded_head_dim)
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    shape = _Shape(
+        group=q.shape[1] // num_kv_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        dtype=q.dtype,
+        options=options,
+        tuning=tuning,
+        in_place=interpret is None,
+    )
+    q = q.reshape(-1, num_kv_heads, shape.group, head_dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, shape.padded_group - shape.group), (0, 0)))
     kernel = plgpu.kernel(
-        partial(_attend_kernel, geometry=geometry, options=options, tuning=tuning, in_place=interpret is None),
+        partial(_attend_kernel, shape=shape),
         out_type=(
-            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
-            jax.ShapeDtypeStruct((*partial_shape[:2], ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, num_kv_heads, shape.padded_group, shape.padded_head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, num_kv_heads, ROWS), jnp.float32),
         ),
         # The last axis runs fastest: the heads of an item, neighbours in the pool, are read at about the same time.
-        grid=(num_items, geometry.num_kv_heads),
+        grid=(num_items, num_kv_heads),
         grid_names=("item", "kv_head"),
-        scratch_types=_scratch(geometry, q.dtype, tuning),
+        scratch_types=shape.scratch(),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_attention",
         **interpret_option(interpret),
     )
     return kernel(q, kv, block_tables, work.items)
-
-
-def _scratch(geometry: _Geometry, dtype: Any, tuning: MosaicTuningConfig) -> dict[str, Any]:
-    """Shared memory and barriers. wgmma wants 8-row tiles, and one swizzle for both operands of a product."""
-    head_dim, tile_kv, stages = geometry.head_dim, tuning.tile_kv, tuning.stages
-    itemsize = jnp.dtype(dtype).itemsize
-    span = math.gcd(head_dim * itemsize, 128)
-    transforms = (plgpu.TilingTransform((8, span // itemsize)), plgpu.SwizzleTransform(span))
-
-    def operand(*shape: int) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-    arrivals = tile_kv // geometry.block_size
-    return {
-        "q_s": operand(ROWS, head_dim),
-        # The result is written when the last keys have been used: it takes their place.
-        "k_and_out_s": plgpu.RefUnion(operand(stages, tile_kv, head_dim), plgpu.SMEM((ROWS, head_dim), jnp.float32)),
-        "v_s": operand(stages, tile_kv, head_dim),
-        "p_s": operand(ROWS, tile_kv) if tuning.stage_a_in_smem else None,
-        "lse_s": plgpu.SMEM((ROWS,), jnp.float32),
-        "q_bar": plgpu.Barrier(),
-        "k_bar": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-        "v_bar": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-    }
 
 
 def _attend_kernel(
@@ -151,35 +173,27 @@ def _attend_kernel(
     partial_g: Any,
     lse_g: Any,
     *,
-    geometry: _Geometry,
-    options: AttentionOptions,
-    tuning: MosaicTuningConfig,
-    in_place: bool,
-    q_s: Any,
-    k_and_out_s: Any,
-    v_s: Any,
-    p_s: Any,
-    lse_s: Any,
-    q_bar: Any,
-    k_bar: Any,
-    v_bar: Any,
+    shape: _Shape,
+    **scratch: Any,
 ) -> None:
+    q_s, v_s, p_s, lse_s = (scratch[name] for name in ("q_s", "v_s", "p_s", "lse_s"))
+    k_s, out_s = scratch["k_and_out_s"]
+    q_bar, k_bar, v_bar = (scratch[name] for name in ("q_bar", "k_bar", "v_bar"))
     item, head = lax.axis_index("item"), lax.axis_index("kv_head")
     row, first_key, end, first_seen = (items_g[item, i] for i in range(4))
-    k_s, out_s = k_and_out_s
-    block_size, tile_kv, stages = geometry.block_size, tuning.tile_kv, tuning.stages
-    tile_blocks = tile_kv // block_size
-    group = pl.ds(0, geometry.padded_group)
+    block_size, tile_kv, stages = shape.block_size, shape.tuning.tile_kv, shape.tuning.stages
+    group = pl.ds(0, shape.padded_group)
 
     def block_ids(tile: jax.Array) -> tuple[jax.Array, ...]:
         """The tile's blocks. Past the end: the item's last block again, which masking makes harmless."""
-        start, last = first_key // block_size + tile * tile_blocks, (end - 1) // block_size
-        return tuple(tables_g[row, jnp.minimum(start + i, last)] for i in range(tile_blocks))
+        start, last = first_key // block_size + tile * shape.tile_blocks, (end - 1) // block_size
+        return tuple(tables_g[row, jnp.minimum(start + i, last)] for i in range(shape.tile_blocks))
 
-    def fetch(ids: tuple[jax.Array, ...], slot: jax.Array, which: int) -> None:
+    def fetch(which: int, ids: tuple[jax.Array, ...], slot: jax.Array) -> None:
+        """Keys (0) or values (1) of the blocks, to a stage: one TMA each."""
+        tiles, bar = ((k_s, k_bar), (v_s, v_bar))[which]
         for i, block in enumerate(ids):
-            dst, bar = ((k_s, k_bar), (v_s, v_bar))[which]
-            target = dst.at[slot, pl.ds(i * block_size, block_size)]
+            target = tiles.at[slot, pl.ds(i * block_size, block_size)]
             plgpu.copy_gmem_to_smem(kv_g.at[block, which, head], target, bar.at[slot])
 
     @pl.when(end > first_key)
@@ -187,45 +201,37 @@ def _attend_kernel(
         num_tiles = pl.cdiv(end - first_key, tile_kv)
         # Rows past the group stay as they are: a row of the products depends on its own query only.
         plgpu.copy_gmem_to_smem(q_g.at[row, head], q_s.at[group], q_bar)
+
+        def fetch_both(tile: jax.Array) -> None:
+            ids = block_ids(tile)
+            fetch(KEYS, ids, tile)
+            fetch(VALUES, ids, tile)
+
         for i in range(stages):
-
-            @pl.when(i < num_tiles)
-            def _(i: int = i) -> None:
-                ids = block_ids(jnp.int32(i))
-                fetch(ids, jnp.int32(i), 0)
-                fetch(ids, jnp.int32(i), 1)
-
+            pl.when(i < num_tiles)(partial(fetch_both, jnp.int32(i)))
         plgpu.barrier_wait(q_bar)
 
-        def refill(ids: tuple[jax.Array, ...], tile: jax.Array, slot: jax.Array, which: int) -> None:
-            pl.when(tile + stages < num_tiles)(lambda: fetch(ids, slot, which))
-
-        def step(tile: jax.Array, carry: Any) -> Any:
-            state, ids = carry
+        def turn(tile: jax.Array, carry: tuple[_State, tuple[jax.Array, ...]]) -> Any:
+            state, next_ids = carry
             slot = lax.rem(tile, jnp.int32(stages))
-            key = first_key + tile * tile_kv
+            refill = pl.when(tile + stages < num_tiles)
+            first, last = first_seen - (first_key + tile * tile_kv), end - (first_key + tile * tile_kv)
             plgpu.barrier_wait(k_bar.at[slot])
-            logits = _logits(q_s, k_s.at[slot], options)
-            refill(ids, tile, slot, 0)
-            logits = _mask(logits, first_seen - key, end - key)
-            state, probs = _softmax_step(state, logits)
+            logits = _logits(q_s, k_s.at[slot], shape.options)
+            refill(lambda: fetch(KEYS, next_ids, slot))
+            state, probs = _softmax_step(state, _mask(logits, first, last))
             plgpu.barrier_wait(v_bar.at[slot])
-
-            @pl.when((key < first_seen) | (key + tile_kv > end))
-            def _() -> None:
-                _zero_unseen_rows(v_s.at[slot], first_seen - key, end - key)
-
-            accumulator = _add_values(state.accumulator, probs, v_s.at[slot], p_s, in_place)
-            state = state._replace(accumulator=accumulator)
-            refill(ids, tile, slot, 1)
+            pl.when((first > 0) | (last < tile_kv))(lambda: _zero_unseen_rows(v_s.at[slot], first, last))
+            state = state._replace(accumulator=_add_values(state.accumulator, probs, v_s.at[slot], p_s, shape.in_place))
+            refill(lambda: fetch(VALUES, next_ids, slot))
             # Looked up a turn ahead: a load from the table takes as long as a good part of a turn.
             return state, block_ids(tile + stages + 1)
 
-        start = (_empty_state(geometry.head_dim), block_ids(jnp.int32(stages)))
-        state, _ids = lax.fori_loop(0, num_tiles, step, start)
+        start = (_empty_state(shape.head_dim), block_ids(jnp.int32(stages)))
+        state, _ids = lax.fori_loop(0, num_tiles, turn, start)
         _store(state, out_s, lse_s)
         plgpu.commit_smem()
-        columns = pl.ds(0, geometry.head_dim)
+        columns = pl.ds(0, shape.head_dim)
         plgpu.copy_smem_to_gmem(out_s.at[group], partial_g.at[item, head, :, columns])
         plgpu.copy_smem_to_gmem(lse_s, lse_g.at[item, head])
         plgpu.wait_smem_to_gmem(0)
@@ -358,7 +364,7 @@ def _combine_kernel(partial_g: Any, lse_g: Any, row_items_g: Any, *refs: Any, gr
         lse = lse_g[item, kv_head, member]
         new_maximum = jnp.maximum(maximum, lse)
         decay, weight = jnp.exp2(maximum - new_maximum), jnp.exp2(lse - new_maximum)
-        result = plgpu.load(partial_g.at[item, kv_head, member], optimized=False)
+        result = partial_g[item, kv_head, member]
         return new_maximum, denominator * decay + weight, total * decay + result * weight
 
     if has_sinks:
