@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-OUTSIDE_POOL = 2**30
-"""A block id for the table's entries that must not be read: the Mosaic interpreter raises for it."""
+NULL_BLOCK = 0
+"""What the table holds where no row sees a key; NaN throughout."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ def make_paged_batch(
     """Rows of ``lens`` tokens with blocks in random order.
 
     The first two rows of more than a block share their first, and the longest row has a block twice. The pool is NaN
-    wherever no row sees a key, and the table leaves the pool wherever a row sees none.
+    wherever no row sees a key.
     """
     rng = np.random.default_rng(0)
     counts = [-(-n // block_size) for n in lens]
     max_blocks = max(counts) + 2
     ids = list(rng.permutation(np.arange(1, sum(counts) + 6)))
-    tables = np.full((len(lens), max_blocks), OUTSIDE_POOL, np.int32)
+    tables = np.full((len(lens), max_blocks), NULL_BLOCK, np.int32)
     for row, count in enumerate(counts):
         tables[row, :count] = [ids.pop() for _ in range(count)]
     full = [row for row, n in enumerate(lens) if n > block_size]
@@ -57,7 +57,7 @@ def make_paged_batch(
     seen = np.zeros((num_blocks, block_size), bool)
     for row, n in enumerate(lens):
         first = 0 if window is None else max(0, n - window)
-        tables[row, : first // block_size] = OUTSIDE_POOL
+        tables[row, : first // block_size] = NULL_BLOCK
         for key in range(first, n):
             seen[tables[row, key // block_size], key % block_size] = True
     kv = rng.standard_normal((num_blocks, 2, num_kv_heads, block_size, head_dim))
