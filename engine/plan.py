@@ -44,10 +44,10 @@ TRIAL_BLOCKS = 2
 """Pool of the first compile; temporaries do not depend on it, since the pool is updated in place."""
 
 
-class _Draft:
-    """One plan in the making: the model without weights, on the mesh of a described GPU."""
+class DraftEngine:
+    """An engine without weights on the mesh of described GPUs: its programs can be compiled, not run."""
 
-    def __init__(self, args: EngineArgs, target: GpuTarget, progress: Callable[[str], None]) -> None:
+    def __init__(self, args: EngineArgs, target: GpuTarget, progress: Callable[[str], None] = logger.info) -> None:
         self.target, self.progress = target, progress
         self.num_devices = args.tensor_parallel_size
         config = EngineConfig.from_args(replace(args, tensor_parallel_size=1))
@@ -60,7 +60,7 @@ class _Draft:
             graphdef, params = abstract_params(self.decoder, self.dtype, self.attention.implementation, self.mesh)
         except (AotUnavailableError, ModelConfigError) as error:
             raise ConfigError(str(error)) from error
-        self.params = _placed(params, param_partition_specs(self.decoder), self.mesh)
+        self.params = place_params(params, param_partition_specs(self.decoder), self.mesh)
         self.model = LoadedModel(graphdef, self.params, self.mesh)
         self.buckets = BucketTable(self.config.max_num_seqs, self.config.max_num_batched_tokens)
 
@@ -68,10 +68,15 @@ class _Draft:
         return state_spec(self.config, self.decoder, self.dtype, num_blocks)
 
     def compile(self, bucket: Bucket, num_blocks: int) -> CompileReport:
+        """One step over a pool of ``num_blocks`` blocks."""
         self.progress(f"compiling {bucket} for {self.target.title}")
         spec = self.state_spec(num_blocks)
         programs = Programs(self.config, self.model, spec, self.buckets)
         return compile_program(partial(programs.lower_step, bucket), programs.compiler_options)
+
+    def pool_bytes(self, num_blocks: int) -> int:
+        """Of one device."""
+        return self.state_spec(num_blocks).kv.bytes_per_block * num_blocks // self.num_devices
 
     def step_plan(self, bucket: Bucket, report: CompileReport) -> StepPlan:
         kernels = tuple(KernelPlan(k.name, k.registers, k.spill_bytes, k.shared_bytes) for k in report.kernels)
@@ -109,7 +114,7 @@ def make_plan(args: EngineArgs, target_name: str, progress: Callable[[str], None
         target = find_target(target_name)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    draft = _Draft(args, target, progress)
+    draft = DraftEngine(args, target, progress)
     mixed_bucket, decode_bucket = max(draft.buckets.mixed), max(draft.buckets.decode)
     mixed = draft.compile(mixed_bucket, TRIAL_BLOCKS)
     memory = draft.memory(mixed.temp_bytes)
@@ -190,12 +195,14 @@ def _fit(config: EngineConfig, memory: MemoryPlan, num_blocks: int) -> tuple[Eng
 def _frontend(config: EngineConfig) -> Frontend:
     name = config.model.model
     if name is not None and name in PRESETS:
-        return Frontend(ResolvedModel(Path(name), "dummy", preset_config(name)), None)
+        return Frontend(ResolvedModel(Path(name), "dummy", preset_config(name, config.model.hf_overrides)), None)
     shapes_only = replace(config, model=replace(config.model, load_format="dummy"))
     return open_model(shapes_only, skip_tokenizer=True)
 
 
-def _placed(params: Any, specs: Any, mesh: Mesh) -> Any:
+def place_params(params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Abstract parameters with their shardings over ``mesh``."""
+
     def place(leaf: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
@@ -211,4 +218,4 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return _shard_size(leaf) * jnp.dtype(leaf.dtype).itemsize
 
 
-__all__ = ["make_plan", "step_work"]
+__all__ = ["DraftEngine", "make_plan", "place_params", "step_work"]

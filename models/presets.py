@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .config import ModelConfig
+from .config import ModelConfig, apply_overrides
 from .errors import ModelConfigError
 
 
@@ -80,8 +80,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Name -> the keys of its config.json that its shape follows from, as published."""
 
 
-def preset_config(name: str, **changes: Any) -> ModelConfig:
-    """The configuration of a preset, with ``changes`` put over it. ModelConfigError if the name is unknown."""
+def preset_config(name: str, hf_overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The configuration of a preset, with overrides put over it. ModelConfigError if the name is unknown."""
     if name not in PRESETS:
         raise ModelConfigError(f"model {name!r} is no preset; known: {', '.join(PRESETS)}")
-    return ModelConfig.from_dict({**PRESETS[name], **changes})
+    return ModelConfig.from_dict(apply_overrides(PRESETS[name], hf_overrides))
