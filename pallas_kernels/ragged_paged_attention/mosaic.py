@@ -27,6 +27,11 @@ from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, Ti
 WG_QUERIES = 64
 """Queries per compute warpgroup: the M of wgmma."""
 COMPUTE_WGS = 2
+COMPUTE_REGISTERS, FETCH_REGISTERS = 216, 72
+"""Per thread, multiples of 8; three warpgroups share 512 - 8."""
+EDGE_WIDTH = 64
+"""Elements of a query's output that the staging area of incomplete tiles holds at a time: the 128 bytes at which a TMA
+may start."""
 LOG2E = math.log2(math.e)
 
 Ref = Any
@@ -61,16 +66,6 @@ class _Shape:
         return self.tuning.tile_kv // self.block_size
 
     @property
-    def edge_width(self) -> int:
-        """Elements of a query's output that the staging area of incomplete tiles holds at a time."""
-        return min(self.head_dim, 128)
-
-    @property
-    def edge_pitch(self) -> int:
-        """From row to row there: whole multiples of the 128 bytes at which a TMA may start."""
-        return -(-self.edge_width // 64) * 64
-
-    @property
     def transforms(self) -> tuple:
         swizzle = 128 if self.head_dim % 64 == 0 else 64
         return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
@@ -89,7 +84,7 @@ class _Refs(NamedTuple):
     q_smem: Ref  # [2, 64, H]; in the end the output
     k_smem: Ref  # [stages, tile_kv, H]
     v_smem: Ref  # [stages, tile_kv, H]
-    edge_smem: Ref  # [2, 64, edge_pitch], not swizzled
+    edge_smem: Ref  # [2, 64, 64]
     p_smem: Ref | None  # [2, 64, tile_kv]
     q_full: Ref
     q_empty: Ref
@@ -97,7 +92,7 @@ class _Refs(NamedTuple):
     k_empty: Ref  # [stages]
     v_full: Ref  # [stages]
     v_empty: Ref  # [stages]
-    cleared: Ref
+    v_raw: Ref
     turn: Ref
 
 
@@ -197,7 +192,7 @@ def _scratch(shape: _Shape) -> tuple:
         smem((COMPUTE_WGS, WG_QUERIES, shape.head_dim)),
         smem((stages, tile_kv, shape.head_dim)),
         smem((stages, tile_kv, shape.head_dim)),
-        plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, shape.edge_pitch), shape.dtype),
+        plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, EDGE_WIDTH), shape.dtype),
         p_smem if shape.tuning.stage_p_in_smem else None,
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
@@ -205,7 +200,7 @@ def _scratch(shape: _Shape) -> tuple:
         per_stage(num_arrivals=COMPUTE_WGS),
         per_stage(num_arrivals=shape.tile_blocks),
         per_stage(num_arrivals=COMPUTE_WGS),
-        plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+        plgpu.Barrier(num_arrivals=shape.tile_blocks),
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
     )
 
@@ -216,13 +211,13 @@ def _kernel(*args: Ref, shape: _Shape) -> None:
 
     @pl.when(warpgroup < COMPUTE_WGS)
     def compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         _for_each_item(refs, shape, partial(_compute_item, refs, shape, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == COMPUTE_WGS)
     def fetch() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
         _for_each_item(refs, shape, partial(_fetch_item, refs, shape))
 
 
@@ -310,19 +305,45 @@ def _fetch_item(refs: _Refs, shape: _Shape, place: jax.Array, index: jax.Array, 
     def fetch_tile(turn: jax.Array, _: None) -> None:
         slot = (turns + turn) % stages
         is_reused = turns + turn >= stages
-        first = (item.last_tile - turn) * tile_blocks
-        places = [jnp.clip(first + b, item.first_block, item.last_block) for b in range(tile_blocks)]
+        tile = item.last_tile - turn
+        places = [jnp.clip(tile * tile_blocks + b, item.first_block, item.last_block) for b in range(tile_blocks)]
         blocks = [refs.tables[item.row, place] for place in places]
-        for index, smem, full, empty in (
-            (0, refs.k_smem, refs.k_full, refs.k_empty),
-            (1, refs.v_smem, refs.v_full, refs.v_empty),
-        ):
-            pl.when(is_reused)(partial(plgpu.barrier_wait, empty.at[slot]))
+
+        def copy(index: int, smem: Ref, barrier: Ref) -> None:
             for b, block in enumerate(blocks):
                 target = smem.at[slot, pl.ds(b * block_size, block_size)]
-                plgpu.copy_gmem_to_smem(refs.kv.at[block, index, kv_head], target, full.at[slot])
+                plgpu.copy_gmem_to_smem(refs.kv.at[block, index, kv_head], target, barrier)
+
+        def copy_and_clear() -> None:
+            copy(1, refs.v_smem, refs.v_raw)
+            plgpu.barrier_wait(refs.v_raw)
+            _clear_unwritten(refs, shape, item, slot, tile * shape.tuning.tile_kv)
+            for _ in blocks:
+                plgpu.barrier_arrive(refs.v_full.at[slot])
+
+        pl.when(is_reused)(partial(plgpu.barrier_wait, refs.k_empty.at[slot]))
+        copy(0, refs.k_smem, refs.k_full.at[slot])
+        pl.when(is_reused)(partial(plgpu.barrier_wait, refs.v_empty.at[slot]))
+        is_partial = (turn == 0) & ((tile + 1) * shape.tuning.tile_kv > item.seq_len)
+        pl.when(is_partial)(copy_and_clear)
+        pl.when(jnp.logical_not(is_partial))(lambda: copy(1, refs.v_smem, refs.v_full.at[slot]))
 
     lax.fori_loop(0, item.num_turns, fetch_tile, None)
+
+
+def _clear_unwritten(refs: _Refs, shape: _Shape, item: _Item, slot: jax.Array, first_key: jax.Array) -> None:
+    """Zeros the values that belong to no key: a probability of 0 times NaN would be NaN. In small pieces, because the
+    fetching warpgroup has few registers, and here, because the computing ones have none to spare."""
+    width = shape.transforms[0].tiling[1]
+    row = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=plgpu.Layout.WGMMA)
+    for chunk in range(0, shape.tuning.tile_kv, 64):
+        key = first_key + chunk + row
+        is_written = (key < item.seq_len) & (key >= item.first_block * shape.block_size)
+        for column in range(0, shape.head_dim, width):
+            values = refs.v_smem.at[slot, pl.ds(chunk, 64), pl.ds(column, width)]
+            old = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+            values[...] = jnp.where(is_written, old, jnp.zeros_like(old))
+    plgpu.commit_smem()
 
 
 def _compute_item(
@@ -376,9 +397,6 @@ def _turn(
     tile_kv = shape.tuning.tile_kv
     slot = (turns + turn) % shape.tuning.stages
     first_key = (item.last_tile - turn) * tile_kv
-    is_partial = (turn == 0) & (first_key + tile_kv > item.seq_len) if masked else jnp.bool_(False)
-    if masked:  # before the scores take their registers
-        pl.when(is_partial)(partial(_clear_unwritten, refs, shape, warpgroup, item, slot, first_key))
     plgpu.barrier_wait(refs.k_full.at[slot])
 
     def multiply(acc_ref: Ref) -> jax.Array:
@@ -388,13 +406,13 @@ def _turn(
 
     scores = pl.run_scoped(multiply, plgpu.ACC((WG_QUERIES, tile_kv), jnp.float32))
     plgpu.barrier_arrive(refs.k_empty.at[slot])
-    scores = _scaled(scores, shape.options)
+    scores, factor = _scaled(scores, shape.options)
     if masked:
         scores = jnp.where(_visible(shape, rows, first_key), scores, MASK_VALUE)
 
-    maximum = jnp.maximum(state.maximum, scores.max(axis=1))
+    maximum = jnp.maximum(state.maximum, scores.max(axis=1) * factor)
     decay = jnp.exp2(state.maximum - maximum)
-    probs = jnp.exp2(scores - lax.broadcast_in_dim(maximum, scores.shape, [0]))
+    probs = jnp.exp2(scores * factor - lax.broadcast_in_dim(maximum, scores.shape, [0]))
     denominator = state.denominator * decay + probs.sum(axis=1)
     accumulator = state.accumulator * lax.broadcast_in_dim(decay, state.accumulator.shape, [0])
     probs = probs.astype(shape.dtype)
@@ -403,18 +421,21 @@ def _turn(
         plgpu.commit_smem()
 
     plgpu.barrier_arrive(refs.turn)
-    pl.when(jnp.logical_not(is_partial))(partial(plgpu.barrier_wait, refs.v_full.at[slot]))
+    plgpu.barrier_wait(refs.v_full.at[slot])
     plgpu.barrier_wait(refs.turn)
     accumulator = _add_values(refs, shape, warpgroup, slot, probs, accumulator)
     plgpu.barrier_arrive(refs.v_empty.at[slot])
     return _Softmax(maximum, denominator, accumulator)
 
 
-def _scaled(scores: jax.Array, options: AttentionOptions) -> jax.Array:
-    """Times log2(e), because exp2 is what the hardware has."""
-    if options.softcap is None:
-        return scores * (options.scale * LOG2E)
-    return jnp.tanh(scores * (options.scale / options.softcap)) * (options.softcap * LOG2E)
+def _scaled(scores: jax.Array, options: AttentionOptions) -> tuple[jax.Array, float]:
+    """Scores and a positive factor that they lack: it joins the subtraction of the maximum in one instruction. The
+    factor includes log2(e), because exp2 is what the hardware has."""
+    if options.softcap is not None:
+        return jnp.tanh(scores * (options.scale / options.softcap)), options.softcap * LOG2E
+    if options.scale > 0:
+        return scores, options.scale * LOG2E
+    return scores * options.scale, LOG2E
 
 
 def _visible(shape: _Shape, rows: _WarpgroupRows, first_key: jax.Array) -> jax.Array:
@@ -423,30 +444,6 @@ def _visible(shape: _Shape, rows: _WarpgroupRows, first_key: jax.Array) -> jax.A
     # Sums that change from turn to turn, so that the compiler does not keep 64 of them in registers.
     query_pos, key_pos = row + rows.first_pos, column + first_key
     return visible(query_pos, key_pos, shape.options.window)
-
-
-def _clear_unwritten(
-    refs: _Refs, shape: _Shape, warpgroup: jax.Array, item: _Item, slot: jax.Array, first_key: jax.Array
-) -> None:
-    """Zeros the values that belong to no key: a probability of 0 times NaN would be NaN. The warpgroups share the
-    rows of the tile and wait for each other. In small pieces, for most registers are taken."""
-    width = shape.transforms[0].tiling[1]
-    plgpu.barrier_wait(refs.v_full.at[slot])
-
-    def clear(chunk: int) -> None:
-        row = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=plgpu.Layout.WGMMA)
-        key = first_key + chunk * 64 + row
-        is_written = (key < item.seq_len) & (key >= item.first_block * shape.block_size)
-        for column in range(0, shape.head_dim, width):
-            values = refs.v_smem.at[slot, pl.ds(chunk * 64, 64), pl.ds(column, width)]
-            old = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
-            values[...] = jnp.where(is_written, old, jnp.zeros_like(old))
-
-    for chunk in range(shape.tuning.tile_kv // 64):
-        pl.when(warpgroup == chunk % COMPUTE_WGS)(partial(clear, chunk))
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.cleared)
-    plgpu.barrier_wait(refs.cleared)
 
 
 def _add_values(
@@ -477,22 +474,23 @@ def _store(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRow
 
     @pl.when(jnp.logical_not(is_full))
     def store_some() -> None:
-        for column in range(0, shape.head_dim, shape.edge_width):
+        for column in range(0, shape.head_dim, EDGE_WIDTH):
+            width = min(EDGE_WIDTH, shape.head_dim - column)
             if column:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            columns = slice(column, column + shape.edge_width)
-            refs.edge_smem.at[warpgroup, :, pl.ds(0, shape.edge_width)][...] = result[:, columns]
+            refs.edge_smem.at[warpgroup, :, pl.ds(0, width)][...] = result[:, column : column + width]
             plgpu.commit_smem()
-            _store_rows(refs, shape, warpgroup, rows, pl.ds(column, shape.edge_width))
+            _store_rows(refs, warpgroup, rows, column, width)
 
 
-def _store_rows(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRows, columns: Any) -> None:
+def _store_rows(refs: _Refs, warpgroup: jax.Array, rows: _WarpgroupRows, column: int, width: int) -> None:
     """Pieces of 32, 16, … 1 rows, as the bits of their number say."""
     token = rows.start + rows.first_row
-    if shape.edge_pitch != shape.edge_width:  # rows are apart: one by one
+    columns = pl.ds(column, width)
+    if width != EDGE_WIDTH:  # rows are apart: one by one
 
         def store(row: jax.Array, _: None) -> None:
-            source = refs.edge_smem.at[warpgroup, rows.first_row + row, pl.ds(0, shape.edge_width)]
+            source = refs.edge_smem.at[warpgroup, rows.first_row + row, pl.ds(0, width)]
             plgpu.copy_smem_to_gmem(source, refs.out.at[token + row, rows.head, columns])
 
         lax.fori_loop(0, rows.num_rows, store, None)
