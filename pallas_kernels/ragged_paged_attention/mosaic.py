@@ -27,6 +27,7 @@ from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, Ti
 WG_QUERIES = 64
 """Queries per compute warpgroup: the M of wgmma."""
 COMPUTE_WGS = 2
+MAX_COLUMNS = 128
 COMPUTE_REGISTERS, FETCH_REGISTERS = 216, 72
 """Per thread, multiples of 8; three warpgroups share 512 - 8."""
 EDGE_WIDTH = 64
@@ -36,6 +37,24 @@ LOG2E = math.log2(math.e)
 
 Ref = Any
 """A Pallas reference."""
+
+
+class _Split(NamedTuple):
+    """What an item's two compute warpgroups share out; one of these is 2, the others 1."""
+
+    heads: int
+    tokens: int
+    columns: int
+
+
+def _split(group: int, head_dim: int) -> _Split:
+    """A warpgroup has registers for a sum of 64 x 128. A wider head is halved by columns: then both warpgroups compute
+    all scores, half as much work again. Else two heads, for finer tiles along the diagonal, if the group is even."""
+    if head_dim > MAX_COLUMNS:
+        return _Split(heads=1, tokens=1, columns=COMPUTE_WGS)
+    if group % COMPUTE_WGS:
+        return _Split(heads=1, tokens=COMPUTE_WGS, columns=1)
+    return _Split(heads=COMPUTE_WGS, tokens=1, columns=1)
 
 
 @dataclass(frozen=True)
@@ -57,9 +76,18 @@ class _Shape:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def wg_heads(self) -> int:
-        """Heads per item: both warpgroups share the KV tiles of one KV head."""
-        return heads_per_item(self.group)
+    def split(self) -> "_Split":
+        return _split(self.group, self.head_dim)
+
+    @property
+    def slices(self) -> int:
+        """Items per tile."""
+        return self.num_heads // self.split.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of the values, and of the output, that a warpgroup works on."""
+        return self.head_dim // self.split.columns
 
     @property
     def tile_blocks(self) -> int:
@@ -81,7 +109,7 @@ class _Refs(NamedTuple):
     num_tiles: Ref  # i32 [1]
     sinks: Ref  # f32 [N]
     out: Ref  # [T, N, H]
-    q_smem: Ref  # [2, 64, H]; in the end the output
+    q_smem: Ref  # [2, H / value_dim, 64, value_dim]; in the end the first part is the output's
     k_smem: Ref  # [stages, tile_kv, H]
     v_smem: Ref  # [stages, tile_kv, H]
     edge_smem: Ref  # [2, 64, 64]
@@ -130,13 +158,9 @@ class _Softmax(NamedTuple):
     accumulator: jax.Array  # f32 [64, H]
 
 
-def heads_per_item(group: int) -> int:
-    return 1 if group % COMPUTE_WGS else COMPUTE_WGS
-
-
-def tile_tokens(group: int) -> int:
+def tile_tokens(group: int, head_dim: int) -> int:
     """Query tokens per tile of ``work.plan_tiles``."""
-    return WG_QUERIES * COMPUTE_WGS // heads_per_item(group)
+    return WG_QUERIES * _split(group, head_dim).tokens
 
 
 def attend_tiles(
@@ -189,12 +213,12 @@ def _scratch(shape: _Shape) -> tuple:
     p_smem = plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, tile_kv), shape.dtype, transforms=p_transforms)
     per_stage = partial(plgpu.Barrier, num_barriers=stages)
     return (
-        smem((COMPUTE_WGS, WG_QUERIES, shape.head_dim)),
+        smem((COMPUTE_WGS, shape.split.columns, WG_QUERIES, shape.value_dim)),
         smem((stages, tile_kv, shape.head_dim)),
         smem((stages, tile_kv, shape.head_dim)),
         plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, EDGE_WIDTH), shape.dtype),
         p_smem if shape.tuning.stage_p_in_smem else None,
-        plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+        plgpu.Barrier(num_arrivals=COMPUTE_WGS * shape.split.columns),
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         per_stage(num_arrivals=shape.tile_blocks),
         per_stage(num_arrivals=COMPUTE_WGS),
@@ -232,9 +256,9 @@ def _for_each_item(refs: _Refs, shape: _Shape, body: Callable[[jax.Array, jax.Ar
 
     Items are dealt out back and forth over the programs, dearest first, so that their sums come out about equal.
     """
-    num_ctas, slices = shape.tuning.num_ctas, shape.num_heads // shape.wg_heads
+    num_ctas = shape.tuning.num_ctas
     cta = lax.axis_index("cta")
-    num_items = refs.num_tiles[0] * slices
+    num_items = refs.num_tiles[0] * shape.slices
 
     def round_(index: jax.Array, turns: jax.Array) -> jax.Array:
         place = index * num_ctas + jnp.where(index % 2 == 0, cta, num_ctas - 1 - cta)
@@ -248,8 +272,7 @@ def _for_each_item(refs: _Refs, shape: _Shape, body: Callable[[jax.Array, jax.Ar
 
 def _load_item(refs: _Refs, shape: _Shape, place: jax.Array) -> _Item:
     tile_kv, window = shape.tuning.tile_kv, shape.options.window
-    slices = shape.num_heads // shape.wg_heads
-    tile, slice_ = place // slices, place % slices
+    tile, slice_ = place // shape.slices, place % shape.slices
     num_tokens, num_keys = refs.tiles[tile, NUM_TOKENS], refs.tiles[tile, NUM_KEYS]
     first_pos = num_keys - num_tokens
     first_key = jnp.int32(0) if window is None else jnp.maximum(first_pos - window + 1, 0)
@@ -264,7 +287,7 @@ def _load_item(refs: _Refs, shape: _Shape, place: jax.Array) -> _Item:
         num_tokens=num_tokens,
         first_pos=first_pos,
         seq_len=refs.tiles[tile, SEQ_LEN],
-        head=slice_ * shape.wg_heads,
+        head=slice_ * shape.split.heads,
         first_block=first_key // shape.block_size,
         last_block=jnp.maximum(num_keys - 1, 0) // shape.block_size,
         last_tile=last_tile,
@@ -278,13 +301,13 @@ def _warpgroup_rows(shape: _Shape, item: _Item, warpgroup: jax.Array | int) -> _
     """The last tokens of q are reached by starting earlier: 64 rows from any other start would leave q."""
     groups = WG_QUERIES // ALIGNMENT
     wanted = item.first_token // ALIGNMENT  # in groups of rows, so that the compiler sees the alignment
-    if shape.wg_heads == 1:
+    if shape.split.tokens > 1:
         wanted = wanted + warpgroup * groups
     start = jnp.minimum(wanted, shape.num_tokens // ALIGNMENT - groups) * ALIGNMENT
     first = jnp.maximum(item.first_token, wanted * ALIGNMENT)
     end = jnp.minimum(item.first_token + item.num_tokens, wanted * ALIGNMENT + WG_QUERIES)
     return _WarpgroupRows(
-        head=item.head + (warpgroup if shape.wg_heads > 1 else 0),
+        head=item.head + (warpgroup if shape.split.heads > 1 else 0),
         start=start,
         first_row=first - start,
         num_rows=jnp.maximum(end - first, 0),
@@ -298,8 +321,10 @@ def _fetch_item(refs: _Refs, shape: _Shape, place: jax.Array, index: jax.Array, 
     pl.when(index > 0)(lambda: plgpu.barrier_wait(refs.q_empty))
     for warpgroup in range(COMPUTE_WGS):
         rows = _warpgroup_rows(shape, item, warpgroup)
-        source = refs.q.at[pl.ds(rows.start, WG_QUERIES), rows.head]
-        plgpu.copy_gmem_to_smem(source, refs.q_smem.at[warpgroup], refs.q_full)
+        for part in range(shape.split.columns):
+            columns = pl.ds(part * shape.value_dim, shape.value_dim)
+            source = refs.q.at[pl.ds(rows.start, WG_QUERIES), rows.head, columns]
+            plgpu.copy_gmem_to_smem(source, refs.q_smem.at[warpgroup, part], refs.q_full)
     kv_head = item.head // shape.group
 
     def fetch_tile(turn: jax.Array, _: None) -> None:
@@ -378,7 +403,7 @@ def _start(refs: _Refs, shape: _Shape, rows: _WarpgroupRows) -> _Softmax:
     return _Softmax(
         plgpu.layout_cast(jnp.full((WG_QUERIES,), maximum, jnp.float32), per_row),
         plgpu.layout_cast(jnp.full((WG_QUERIES,), denominator, jnp.float32), per_row),
-        plgpu.layout_cast(jnp.zeros((WG_QUERIES, shape.head_dim), jnp.float32), full),
+        plgpu.layout_cast(jnp.zeros((WG_QUERIES, shape.value_dim), jnp.float32), full),
     )
 
 
@@ -400,7 +425,9 @@ def _turn(
     plgpu.barrier_wait(refs.k_full.at[slot])
 
     def multiply(acc_ref: Ref) -> jax.Array:
-        plgpu.wgmma(acc_ref, refs.q_smem.at[warpgroup], refs.k_smem.at[slot].T)
+        for part in range(shape.split.columns):
+            columns = pl.ds(part * shape.value_dim, shape.value_dim)
+            plgpu.wgmma(acc_ref, refs.q_smem.at[warpgroup, part], refs.k_smem.at[slot, :, columns].T)
         _take_turn(refs)
         return acc_ref[...]
 
@@ -449,7 +476,7 @@ def _visible(shape: _Shape, rows: _WarpgroupRows, first_key: jax.Array) -> jax.A
 def _add_values(
     refs: _Refs, shape: _Shape, warpgroup: jax.Array, slot: jax.Array, probs: jax.Array, accumulator: jax.Array
 ) -> jax.Array:
-    values = refs.v_smem.at[slot]
+    values = refs.v_smem.at[slot, :, _columns(shape, warpgroup)]
     if not shape.tuning.stage_p_in_smem:
         return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, probs, values))(plgpu.ACC.init(accumulator))
 
@@ -460,48 +487,48 @@ def _add_values(
     return accumulator + pl.run_scoped(multiply, plgpu.ACC(accumulator.shape, jnp.float32))
 
 
+def _columns(shape: _Shape, warpgroup: jax.Array) -> Any:
+    first = warpgroup * shape.value_dim if shape.split.columns > 1 else 0
+    return pl.ds(first, shape.value_dim)
+
+
 def _store(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRows, result: jax.Array) -> None:
     """Writes this warpgroup's queries and no other token. ``result`` is ``[64, H]``."""
     is_full = rows.num_rows == WG_QUERIES
 
     @pl.when(is_full)
     def store_all() -> None:
-        refs.q_smem.at[warpgroup][...] = result
+        staged = refs.q_smem.at[warpgroup, 0]
+        staged[...] = result
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            refs.q_smem.at[warpgroup], refs.out.at[pl.ds(rows.start, WG_QUERIES), rows.head]
-        )
+        tokens = pl.ds(rows.start, WG_QUERIES)
+        plgpu.copy_smem_to_gmem(staged, refs.out.at[tokens, rows.head, _columns(shape, warpgroup)])
 
     @pl.when(jnp.logical_not(is_full))
     def store_some() -> None:
-        for column in range(0, shape.head_dim, EDGE_WIDTH):
-            width = min(EDGE_WIDTH, shape.head_dim - column)
+        staged = refs.edge_smem.at[warpgroup]
+        # The last of a head_dim that is no multiple overlaps the one before: the same values once more.
+        for first in range(0, shape.value_dim, EDGE_WIDTH):
+            column = min(first, shape.value_dim - EDGE_WIDTH)
             if column:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            refs.edge_smem.at[warpgroup, :, pl.ds(0, width)][...] = result[:, column : column + width]
+                plgpu.wait_smem_to_gmem(0)
+            staged[...] = result[:, column : column + EDGE_WIDTH]
             plgpu.commit_smem()
-            _store_rows(refs, warpgroup, rows, column, width)
+            if shape.split.columns > 1:
+                column = column + warpgroup * shape.value_dim
+            _store_rows(staged, refs.out.at[:, rows.head, pl.ds(column, EDGE_WIDTH)], rows)
 
 
-def _store_rows(refs: _Refs, warpgroup: jax.Array, rows: _WarpgroupRows, column: int, width: int) -> None:
-    """Pieces of 32, 16, … 1 rows, as the bits of their number say."""
+def _store_rows(staged: Ref, out: Ref, rows: _WarpgroupRows) -> None:
+    """Copies ``staged`` ``[64, columns]`` to ``out`` ``[T, columns]``, in pieces of 32, 16, … 1 rows, as the bits of
+    their number say."""
     token = rows.start + rows.first_row
-    columns = pl.ds(column, width)
-    if width != EDGE_WIDTH:  # rows are apart: one by one
-
-        def store(row: jax.Array, _: None) -> None:
-            source = refs.edge_smem.at[warpgroup, rows.first_row + row, pl.ds(0, width)]
-            plgpu.copy_smem_to_gmem(source, refs.out.at[token + row, rows.head, columns])
-
-        lax.fori_loop(0, rows.num_rows, store, None)
-        return
     size = WG_QUERIES // 2
     while size:
 
         @pl.when(rows.num_rows & size != 0)
         def store_piece(size: int = size) -> None:
             done = rows.num_rows & ~(2 * size - 1)
-            source = refs.edge_smem.at[warpgroup, pl.ds(rows.first_row + done, size)]
-            plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(token + done, size), rows.head, columns])
+            plgpu.copy_smem_to_gmem(staged.at[pl.ds(rows.first_row + done, size)], out.at[pl.ds(token + done, size)])
 
         size //= 2
