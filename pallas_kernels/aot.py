@@ -5,8 +5,10 @@ needed. Autotuning is not done, so matrix products may be cut up otherwise on th
 the attention kernels and what is captured into command buffers (CUDA graphs) are as they will be.
 """
 
+import logging
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -26,8 +28,9 @@ from jax.sharding import PartitionSpec as P
 
 from .hlo_text import Instruction, entry_instructions, straight_line_thunks
 
+logger = logging.getLogger(__name__)
+
 MESH_AXIS = "tp"
-GIB = 1024**3
 
 
 class AotUnavailableError(RuntimeError):
@@ -206,7 +209,7 @@ def compile_program(
         dumps.mkdir()
         kernels.mkdir()
         options = {**(compiler_options or {}), "xla_dump_to": str(dumps), "xla_dump_hlo_as_text": True}
-        with _kernel_dumps(kernels):
+        with _kernel_dumps(kernels), _compiler_messages(Path(folder, "messages")):
             compiled = lower().compile(compiler_options=options)
         memory = compiled.memory_analysis()
         if memory is None:
@@ -235,6 +238,31 @@ def _kernel_dumps(folder: Path) -> Iterator[None]:
             yield
         finally:
             del os.environ["MOSAIC_GPU_DUMP_TO"]
+
+
+@contextmanager
+def _compiler_messages(file: Path) -> Iterator[None]:
+    """Keeps what C++ writes to standard error off the terminal: a missing disassembler, figures of rematerialisation.
+
+    It goes to the log at level debug, and to standard error after all if compiling fails.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with file.open("wb") as redirected:
+        os.dup2(redirected.fileno(), 2)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if failed:
+            sys.stderr.write(text)
+        elif text:
+            logger.debug("%s", text)
 
 
 def _largest(folder: Path, pattern: str) -> str:

@@ -19,23 +19,23 @@ pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing)), pyte
 
 
 @cache
-def draft(model: str, num_devices: int = 1) -> DraftEngine:
+def draft(model: str, num_devices: int = 1, backend: str = "mosaic") -> DraftEngine:
     args = EngineArgs(
         model=model,
         max_model_len=8192,
         max_num_seqs=ROWS,
         max_num_batched_tokens=2048,
         tensor_parallel_size=num_devices,
-        attention_backend="mosaic",
+        attention_backend=backend,
         hf_overrides={"num_hidden_layers": LAYERS},
     )
     return DraftEngine(args, find_target("h200"))
 
 
 @cache
-def compiled(model: str, decode_only: bool, num_devices: int = 1) -> CompileReport:
+def compiled(model: str, decode_only: bool, num_devices: int = 1, backend: str = "mosaic") -> CompileReport:
     """Each step once per session: they take some 20 seconds of CPU."""
-    engine = draft(model, num_devices)
+    engine = draft(model, num_devices, backend)
     buckets = engine.buckets.decode if decode_only else engine.buckets.mixed
     return engine.compile(max(buckets), NUM_BLOCKS)
 
@@ -92,3 +92,10 @@ def test_two_gpus_reduce_twice_a_layer_and_gather_no_pool():
     layer_pool = engine.pool_bytes(NUM_BLOCKS) // LAYERS
     for opcode in ("all-gather", "all-to-all", "collective-permute"):
         assert max(report.sizes_of(opcode), default=0) < layer_pool / 100, opcode
+
+
+def test_the_xla_attention_loop_is_captured_too():
+    report = compiled("qwen3-0.6b", True, 1, "xla")
+    loops = [i for i in report.instructions if i.opcode == "while" and "_run_layer" in i.op_name]
+    assert len(loops) == LAYERS
+    assert (report.command_buffers, report.launches_outside_command_buffers) == (1, [])
