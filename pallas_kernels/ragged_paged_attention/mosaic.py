@@ -9,8 +9,6 @@ the other computes its softmax, the idea of FlashAttention-3 (Shah et al., 2024)
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,135 +19,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions, visible
+from ..compat import interpret_option
+from ..paged_attention import paged_attention
 from .config import MosaicTuningConfig
-from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, TilePlan
+from .items import (
+    COMPUTE_WGS,
+    WG_QUERIES,
+    Item,
+    KernelShape,
+    Ref,
+    Refs,
+    WarpgroupRows,
+    for_each_item,
+    load_item,
+    tile_tokens,
+    warpgroup_rows,
+)
+from .work import ALIGNMENT, TilePlan, plan_tiles
 
-WG_QUERIES = 64
-"""Queries per compute warpgroup: the M of wgmma."""
-COMPUTE_WGS = 2
-MAX_COLUMNS = 128
 COMPUTE_REGISTERS, FETCH_REGISTERS = 216, 72
 """Per thread, multiples of 8; three warpgroups share 512 - 8."""
 EDGE_WIDTH = 64
 """Elements of a query's output that the staging area of incomplete tiles holds at a time: the 128 bytes at which a TMA
 may start."""
 LOG2E = math.log2(math.e)
-
-Ref = Any
-"""A Pallas reference."""
-
-
-class _Split(NamedTuple):
-    """What an item's two compute warpgroups share out; one of these is 2, the others 1."""
-
-    heads: int
-    tokens: int
-    columns: int
-
-
-def _split(group: int, head_dim: int) -> _Split:
-    """A warpgroup has registers for a sum of 64 x 128. A wider head is halved by columns: then both warpgroups compute
-    all scores, half as much work again. Else two heads, for finer tiles along the diagonal, if the group is even."""
-    if head_dim > MAX_COLUMNS:
-        return _Split(heads=1, tokens=1, columns=COMPUTE_WGS)
-    if group % COMPUTE_WGS:
-        return _Split(heads=1, tokens=COMPUTE_WGS, columns=1)
-    return _Split(heads=COMPUTE_WGS, tokens=1, columns=1)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What the kernel is specialised on."""
-
-    num_tokens: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: Any
-    options: AttentionOptions
-    has_sinks: bool
-    tuning: MosaicTuningConfig
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def split(self) -> "_Split":
-        return _split(self.group, self.head_dim)
-
-    @property
-    def slices(self) -> int:
-        """Items per tile."""
-        return self.num_heads // self.split.heads
-
-    @property
-    def value_dim(self) -> int:
-        """Columns of the values, and of the output, that a warpgroup works on."""
-        return self.head_dim // self.split.columns
-
-    @property
-    def tile_blocks(self) -> int:
-        return self.tuning.tile_kv // self.block_size
-
-    @property
-    def transforms(self) -> tuple:
-        swizzle = 128 if self.head_dim % 64 == 0 else 64
-        return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
-
-
-class _Refs(NamedTuple):
-    """Global memory (q … out), shared memory and barriers."""
-
-    q: Ref  # [T, N, H]
-    kv: Ref  # [B, 2, K, S, H]
-    tables: Ref  # i32 [R, max_blocks]
-    tiles: Ref  # i32 [W, 5]
-    num_tiles: Ref  # i32 [1]
-    sinks: Ref  # f32 [N]
-    out: Ref  # [T, N, H]
-    q_smem: Ref  # [2, H / value_dim, 64, value_dim]; in the end the first part is the output's
-    k_smem: Ref  # [stages, tile_kv, H]
-    v_smem: Ref  # [stages, tile_kv, H]
-    edge_smem: Ref  # [2, 64, 64]
-    p_smem: Ref | None  # [2, 64, tile_kv]
-    q_full: Ref
-    q_empty: Ref
-    k_full: Ref  # [stages]
-    k_empty: Ref  # [stages]
-    v_full: Ref  # [stages]
-    v_empty: Ref  # [stages]
-    v_raw: Ref
-    turn: Ref
-
-
-class _Item(NamedTuple):
-    """One tile and head slice. Positions and keys are counted in the row's sequence; KV tiles start at multiples of
-    tile_kv. Turn i is about KV tile ``last_tile - i``."""
-
-    row: jax.Array
-    first_token: jax.Array
-    num_tokens: jax.Array
-    first_pos: jax.Array
-    seq_len: jax.Array
-    head: jax.Array  # of warpgroup 0
-    first_block: jax.Array  # no block outside first … last is read
-    last_block: jax.Array
-    last_tile: jax.Array
-    num_turns: jax.Array
-    diagonal_turns: jax.Array  # the turns before this one need a mask
-    window_turn: jax.Array  # the turns from this one on need a mask
-
-
-class _WarpgroupRows(NamedTuple):
-    """The 64 rows of one compute warpgroup, of which ``num_rows`` from ``first_row`` on are its queries."""
-
-    head: jax.Array
-    start: jax.Array  # the token of row 0
-    first_row: jax.Array
-    num_rows: jax.Array
-    first_pos: jax.Array  # of row 0; may be negative
 
 
 class _Softmax(NamedTuple):
@@ -158,9 +51,47 @@ class _Softmax(NamedTuple):
     accumulator: jax.Array  # f32 [64, H]
 
 
-def tile_tokens(group: int, head_dim: int) -> int:
-    """Query tokens per tile of ``work.plan_tiles``."""
-    return WG_QUERIES * _split(group, head_dim).tokens
+def ragged_paged_attention_mosaic(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    tuning: MosaicTuningConfig,
+    interpret: Any = None,
+) -> jax.Array:
+    """Shapes as in ``ragged_paged_attention``, within what ``dispatch.check_mosaic_shapes`` accepts.
+
+    Rows with one query token go through ``paged_attention``, the others through this package's kernel. The tiles
+    depend on lengths and window only: XLA plans them once for all layers that agree on these.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    plan = plan_tiles(
+        query_start_loc,
+        seq_lens,
+        num_tokens=num_tokens,
+        tile_q=tile_tokens(num_heads // kv.shape[2], head_dim),
+        tile_kv=tuning.tile_kv,
+        window=options.window,
+    )
+    out = attend_tiles(q, kv, block_tables, plan, sinks, options, tuning, interpret)
+    is_single = jnp.diff(query_start_loc) == 1
+    first_token = query_start_loc[:-1]
+    single_out = paged_attention(
+        q[jnp.minimum(first_token, num_tokens - 1)],
+        kv,
+        block_tables,
+        jnp.where(is_single, seq_lens, 0),
+        scale=options.scale,
+        window=options.window,
+        softcap=options.softcap,
+        sinks=sinks,
+        implementation="mosaic",
+        interpret=interpret,
+    )
+    return out.at[jnp.where(is_single, first_token, num_tokens)].set(single_out, mode="drop")
 
 
 def attend_tiles(
@@ -180,7 +111,7 @@ def attend_tiles(
     padding = max(WG_QUERIES - num_tokens, -num_tokens % ALIGNMENT)  # a warpgroup reads 64 rows
     if padding:
         q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
-    shape = _Shape(
+    shape = KernelShape(
         num_tokens=q.shape[0],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -201,12 +132,12 @@ def attend_tiles(
         thread_name="warpgroup",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
+        **interpret_option(interpret),
     )
     return call(q, kv, block_tables, plan.tiles, plan.num_tiles, sinks)[:num_tokens]
 
 
-def _scratch(shape: _Shape) -> tuple:
+def _scratch(shape: KernelShape) -> tuple:
     tile_kv, stages = shape.tuning.tile_kv, shape.tuning.stages
     smem = partial(plgpu.SMEM, dtype=shape.dtype, transforms=shape.transforms)
     p_transforms = (plgpu.TilingTransform((8, shape.transforms[0].tiling[1])), shape.transforms[1])
@@ -229,98 +160,34 @@ def _scratch(shape: _Shape) -> tuple:
     )
 
 
-def _kernel(*args: Ref, shape: _Shape) -> None:
-    refs = _Refs(*args)
+def _kernel(*args: Ref, shape: KernelShape) -> None:
+    refs = Refs(*args)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < COMPUTE_WGS)
     def compute() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _for_each_item(refs, shape, partial(_compute_item, refs, shape, warpgroup))
+        for_each_item(refs, shape, partial(_compute_item, refs, shape, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == COMPUTE_WGS)
     def fetch() -> None:
         plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-        _for_each_item(refs, shape, partial(_fetch_item, refs, shape))
+        for_each_item(refs, shape, partial(_fetch_item, refs, shape))
 
 
-def _take_turn(refs: _Refs) -> None:
+def _take_turn(refs: Refs) -> None:
     """Both warpgroups meet; they start one meeting apart, so each works where the other is half a turn away."""
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.turn)
 
 
-def _for_each_item(refs: _Refs, shape: _Shape, body: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
-    """Calls ``body(place, items so far, turns so far)`` for this program's items, ``place`` being the item's number.
-
-    Items are dealt out back and forth over the programs, dearest first, so that their sums come out about equal.
-    """
-    num_ctas = shape.tuning.num_ctas
-    cta = lax.axis_index("cta")
-    num_items = refs.num_tiles[0] * shape.slices
-
-    def round_(index: jax.Array, turns: jax.Array) -> jax.Array:
-        place = index * num_ctas + jnp.where(index % 2 == 0, cta, num_ctas - 1 - cta)
-        is_real = place < num_items
-        place = jnp.where(is_real, place, 0)
-        pl.when(is_real)(lambda: body(place, index, turns))
-        return turns + jnp.where(is_real, _load_item(refs, shape, place).num_turns, 0)
-
-    lax.fori_loop(0, pl.cdiv(num_items, num_ctas), round_, jnp.int32(0))
-
-
-def _load_item(refs: _Refs, shape: _Shape, place: jax.Array) -> _Item:
-    tile_kv, window = shape.tuning.tile_kv, shape.options.window
-    tile, slice_ = place // shape.slices, place % shape.slices
-    num_tokens, num_keys = refs.tiles[tile, NUM_TOKENS], refs.tiles[tile, NUM_KEYS]
-    first_pos = num_keys - num_tokens
-    first_key = jnp.int32(0) if window is None else jnp.maximum(first_pos - window + 1, 0)
-    first_tile, last_tile = first_key // tile_kv, (num_keys + tile_kv - 1) // tile_kv - 1
-    num_turns = jnp.where(num_keys == 0, 0, last_tile - first_tile + 1)
-    below_diagonal = (first_pos + 1) // tile_kv  # KV tiles that all queries see to the end
-    inside_window = first_tile if window is None else (jnp.maximum(num_keys - window, 0) + tile_kv - 1) // tile_kv
-    diagonal_turns = jnp.clip(last_tile + 1 - below_diagonal, 0, num_turns)
-    return _Item(
-        row=refs.tiles[tile, ROW],
-        first_token=refs.tiles[tile, FIRST_TOKEN],
-        num_tokens=num_tokens,
-        first_pos=first_pos,
-        seq_len=refs.tiles[tile, SEQ_LEN],
-        head=slice_ * shape.split.heads,
-        first_block=first_key // shape.block_size,
-        last_block=jnp.maximum(num_keys - 1, 0) // shape.block_size,
-        last_tile=last_tile,
-        num_turns=num_turns,
-        diagonal_turns=diagonal_turns,
-        window_turn=jnp.clip(last_tile + 1 - inside_window, diagonal_turns, num_turns),
-    )
-
-
-def _warpgroup_rows(shape: _Shape, item: _Item, warpgroup: jax.Array | int) -> _WarpgroupRows:
-    """The last tokens of q are reached by starting earlier: 64 rows from any other start would leave q."""
-    groups = WG_QUERIES // ALIGNMENT
-    wanted = item.first_token // ALIGNMENT  # in groups of rows, so that the compiler sees the alignment
-    if shape.split.tokens > 1:
-        wanted = wanted + warpgroup * groups
-    start = jnp.minimum(wanted, shape.num_tokens // ALIGNMENT - groups) * ALIGNMENT
-    first = jnp.maximum(item.first_token, wanted * ALIGNMENT)
-    end = jnp.minimum(item.first_token + item.num_tokens, wanted * ALIGNMENT + WG_QUERIES)
-    return _WarpgroupRows(
-        head=item.head + (warpgroup if shape.split.heads > 1 else 0),
-        start=start,
-        first_row=first - start,
-        num_rows=jnp.maximum(end - first, 0),
-        first_pos=item.first_pos + start - item.first_token,
-    )
-
-
-def _fetch_item(refs: _Refs, shape: _Shape, place: jax.Array, index: jax.Array, turns: jax.Array) -> None:
-    item = _load_item(refs, shape, place)
+def _fetch_item(refs: Refs, shape: KernelShape, place: jax.Array, index: jax.Array, turns: jax.Array) -> jax.Array:
+    item = load_item(refs, shape, place)
     stages, tile_blocks, block_size = shape.tuning.stages, shape.tile_blocks, shape.block_size
     pl.when(index > 0)(lambda: plgpu.barrier_wait(refs.q_empty))
     for warpgroup in range(COMPUTE_WGS):
-        rows = _warpgroup_rows(shape, item, warpgroup)
+        rows = warpgroup_rows(shape, item, warpgroup)
         for part in range(shape.split.columns):
             columns = pl.ds(part * shape.value_dim, shape.value_dim)
             source = refs.q.at[pl.ds(rows.start, WG_QUERIES), rows.head, columns]
@@ -328,9 +195,9 @@ def _fetch_item(refs: _Refs, shape: _Shape, place: jax.Array, index: jax.Array, 
     kv_head = item.head // shape.group
 
     def fetch_tile(turn: jax.Array, _: None) -> None:
-        slot = (turns + turn) % stages
-        is_reused = turns + turn >= stages
-        tile = item.last_tile - turn
+        slot = turn % stages
+        is_reused = turn >= stages
+        tile = item.last_tile - (turn - turns)
         places = [jnp.clip(tile * tile_blocks + b, item.first_block, item.last_block) for b in range(tile_blocks)]
         blocks = [refs.tables[item.row, place] for place in places]
 
@@ -349,14 +216,15 @@ def _fetch_item(refs: _Refs, shape: _Shape, place: jax.Array, index: jax.Array, 
         pl.when(is_reused)(partial(plgpu.barrier_wait, refs.k_empty.at[slot]))
         copy(0, refs.k_smem, refs.k_full.at[slot])
         pl.when(is_reused)(partial(plgpu.barrier_wait, refs.v_empty.at[slot]))
-        is_partial = (turn == 0) & ((tile + 1) * shape.tuning.tile_kv > item.seq_len)
+        is_partial = (turn == turns) & ((tile + 1) * shape.tuning.tile_kv > item.seq_len)
         pl.when(is_partial)(copy_and_clear)
         pl.when(jnp.logical_not(is_partial))(lambda: copy(1, refs.v_smem, refs.v_full.at[slot]))
 
-    lax.fori_loop(0, item.num_turns, fetch_tile, None)
+    lax.fori_loop(turns, turns + item.num_turns, fetch_tile, None)
+    return turns + item.num_turns
 
 
-def _clear_unwritten(refs: _Refs, shape: _Shape, item: _Item, slot: jax.Array, first_key: jax.Array) -> None:
+def _clear_unwritten(refs: Refs, shape: KernelShape, item: Item, slot: jax.Array, first_key: jax.Array) -> None:
     """Zeros the values that belong to no key: a probability of 0 times NaN would be NaN. In small pieces, because the
     fetching warpgroup has few registers, and here, because the computing ones have none to spare."""
     width = shape.transforms[0].tiling[1]
@@ -372,31 +240,35 @@ def _clear_unwritten(refs: _Refs, shape: _Shape, item: _Item, slot: jax.Array, f
 
 
 def _compute_item(
-    refs: _Refs, shape: _Shape, warpgroup: jax.Array, place: jax.Array, index: jax.Array, turns: jax.Array
-) -> None:
-    item = _load_item(refs, shape, place)
-    rows = _warpgroup_rows(shape, item, warpgroup)
+    refs: Refs, shape: KernelShape, warpgroup: jax.Array, place: jax.Array, index: jax.Array, turns: jax.Array
+) -> jax.Array:
+    item = load_item(refs, shape, place)
+    rows = warpgroup_rows(shape, item, warpgroup)
     plgpu.barrier_wait(refs.q_full)
     pl.when(warpgroup == 1)(partial(_take_turn, refs))
-    body = partial(_turn, refs, shape, warpgroup, item, rows, turns)
     state = _start(refs, shape, rows)
-    state = lax.fori_loop(0, item.diagonal_turns, partial(body, masked=True), state)
-    state = lax.fori_loop(item.diagonal_turns, item.window_turn, partial(body, masked=False), state)
+    # Turns are numbered through all items, as the stages of the KV tiles go on from item to item.
+    body = partial(_turn, refs, shape, warpgroup, rows, (item.last_tile + turns) * shape.tuning.tile_kv)
+    diagonal, window = turns + item.diagonal_turns, turns + item.window_turn
+    turns = turns + item.num_turns
+    state = lax.fori_loop(turns - item.num_turns, diagonal, partial(body, masked=True), state)
+    state = lax.fori_loop(diagonal, window, partial(body, masked=False), state)
     if shape.options.window is not None:
-        state = lax.fori_loop(item.window_turn, item.num_turns, partial(body, masked=True), state)
+        state = lax.fori_loop(window, turns, partial(body, masked=True), state)
     # Once an item, not once a program: the queries of the next item wait for both.
     pl.when(warpgroup == 0)(partial(_take_turn, refs))
 
     denominator = jnp.where(state.denominator == 0.0, 1.0, state.denominator)
     result = state.accumulator * lax.broadcast_in_dim(1.0 / denominator, state.accumulator.shape, [0])
     # What the loop does not need is read again, not kept in registers meanwhile.
-    rows = _warpgroup_rows(shape, _load_item(refs, shape, place), warpgroup)
+    rows = warpgroup_rows(shape, load_item(refs, shape, place), warpgroup)
     _store(refs, shape, warpgroup, rows, result.astype(shape.dtype))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(refs.q_empty)
+    return turns
 
 
-def _start(refs: _Refs, shape: _Shape, rows: _WarpgroupRows) -> _Softmax:
+def _start(refs: Refs, shape: KernelShape, rows: WarpgroupRows) -> _Softmax:
     per_row, full = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
     maximum = refs.sinks[rows.head] * LOG2E if shape.has_sinks else jnp.float32(LOWEST_MAX)
     denominator = jnp.float32(1.0 if shape.has_sinks else 0.0)
@@ -408,20 +280,19 @@ def _start(refs: _Refs, shape: _Shape, rows: _WarpgroupRows) -> _Softmax:
 
 
 def _turn(
-    refs: _Refs,
-    shape: _Shape,
+    refs: Refs,
+    shape: KernelShape,
     warpgroup: jax.Array,
-    item: _Item,
-    rows: _WarpgroupRows,
-    turns: jax.Array,
+    rows: WarpgroupRows,
+    key_base: jax.Array,
     turn: jax.Array,
     state: _Softmax,
     masked: bool,
 ) -> _Softmax:
     """One KV tile: scores, softmax, values."""
     tile_kv = shape.tuning.tile_kv
-    slot = (turns + turn) % shape.tuning.stages
-    first_key = (item.last_tile - turn) * tile_kv
+    slot = turn % shape.tuning.stages
+    first_key = key_base - turn * tile_kv
     plgpu.barrier_wait(refs.k_full.at[slot])
 
     def multiply(acc_ref: Ref) -> jax.Array:
@@ -465,7 +336,7 @@ def _scaled(scores: jax.Array, options: AttentionOptions) -> tuple[jax.Array, fl
     return scores * options.scale, LOG2E
 
 
-def _visible(shape: _Shape, rows: _WarpgroupRows, first_key: jax.Array) -> jax.Array:
+def _visible(shape: KernelShape, rows: WarpgroupRows, first_key: jax.Array) -> jax.Array:
     tile = (WG_QUERIES, shape.tuning.tile_kv)
     row, column = (plgpu.broadcasted_iota(jnp.int32, tile, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
     # Sums that change from turn to turn, so that the compiler does not keep 64 of them in registers.
@@ -474,7 +345,7 @@ def _visible(shape: _Shape, rows: _WarpgroupRows, first_key: jax.Array) -> jax.A
 
 
 def _add_values(
-    refs: _Refs, shape: _Shape, warpgroup: jax.Array, slot: jax.Array, probs: jax.Array, accumulator: jax.Array
+    refs: Refs, shape: KernelShape, warpgroup: jax.Array, slot: jax.Array, probs: jax.Array, accumulator: jax.Array
 ) -> jax.Array:
     values = refs.v_smem.at[slot, :, _columns(shape, warpgroup)]
     if not shape.tuning.stage_p_in_smem:
@@ -487,12 +358,12 @@ def _add_values(
     return accumulator + pl.run_scoped(multiply, plgpu.ACC(accumulator.shape, jnp.float32))
 
 
-def _columns(shape: _Shape, warpgroup: jax.Array) -> Any:
+def _columns(shape: KernelShape, warpgroup: jax.Array) -> Any:
     first = warpgroup * shape.value_dim if shape.split.columns > 1 else 0
     return pl.ds(first, shape.value_dim)
 
 
-def _store(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRows, result: jax.Array) -> None:
+def _store(refs: Refs, shape: KernelShape, warpgroup: jax.Array, rows: WarpgroupRows, result: jax.Array) -> None:
     """Writes this warpgroup's queries and no other token. ``result`` is ``[64, H]``."""
     is_full = rows.num_rows == WG_QUERIES
 
@@ -519,7 +390,7 @@ def _store(refs: _Refs, shape: _Shape, warpgroup: jax.Array, rows: _WarpgroupRow
             _store_rows(staged, refs.out.at[:, rows.head, pl.ds(column, EDGE_WIDTH)], rows)
 
 
-def _store_rows(staged: Ref, out: Ref, rows: _WarpgroupRows) -> None:
+def _store_rows(staged: Ref, out: Ref, rows: WarpgroupRows) -> None:
     """Copies ``staged`` ``[64, columns]`` to ``out`` ``[T, columns]``, in pieces of 32, 16, … 1 rows, as the bits of
     their number say."""
     token = rows.start + rows.first_row
