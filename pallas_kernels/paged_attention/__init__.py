@@ -4,8 +4,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ..attention_common import AttentionOptions, check_attention_inputs
+from ..attention_common import AttentionOptions, check_attention_inputs, kv_scales
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
 from ..tuning import current_gpu, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
@@ -26,6 +27,8 @@ def paged_attention(
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: Any = None,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
 ) -> jax.Array:
     """Attention of each row's newest token over all its tokens.
 
@@ -42,6 +45,8 @@ def paged_attention(
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
       implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
+      k_scale, v_scale: f32 scalars that the pool's keys and values are to be multiplied by, for a pool of
+        float8_e4m3fn; None: 1.
 
     Returns:
       ``[R, N, H]`` in q's type; the softmax and both sums are float32.
@@ -55,11 +60,12 @@ def paged_attention(
     if q.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"decode takes one query a row; got {q.shape[0]} queries and {seq_lens.shape[0]} rows")
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
+    scales = kv_scales(k_scale, v_scale)
     if implementation == "xla":
-        return _paged_attention(q, kv, block_tables, seq_lens, sinks, options=options)
+        return _paged_attention(q, kv, block_tables, seq_lens, sinks, scales, options=options)
     tuning = _mosaic_tuning(q, kv, interpret)
     return _paged_attention_mosaic(
-        q, kv, block_tables, seq_lens, sinks, options=options, tuning=tuning, interpret=interpret
+        q, kv, block_tables, seq_lens, sinks, scales, options=options, tuning=tuning, interpret=interpret
     )
 
 
@@ -70,10 +76,15 @@ def _paged_attention(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    scales: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
-    return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options)
+    if scales is None:
+        return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options)
+    scaled_q = q.astype(jnp.float32) * scales[0]
+    out = paged_attention_xla(scaled_q, kv, block_tables, seq_lens, sinks, options)
+    return (out * scales[1]).astype(q.dtype)
 
 
 def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningConfig:
@@ -81,12 +92,15 @@ def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningC
     kernel cannot serve."""
     num_kv_heads, block_size, head_dim = kv.shape[2:]
     check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
-    if kv.dtype != q.dtype:
-        raise ValueError(f"the mosaic kernels take queries and keys of one type; got q {q.dtype}, kv {kv.dtype}")
+    if kv.dtype not in (q.dtype, jnp.float8_e4m3fn):
+        raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of float8_e4m3fn; got {kv.dtype}")
     tuned = None
     if interpret is None and (gpu := current_gpu()):
-        tuned = find_tuned("paged_attention", gpu, {"head_dim": head_dim, "block_size": block_size})
-    return mosaic_tuning(head_dim, interpreted=interpret is not None) if tuned is None else MosaicTuningConfig(**tuned)
+        facts = {"head_dim": head_dim, "block_size": block_size, "kv_dtype": str(kv.dtype)}
+        tuned = find_tuned("paged_attention", gpu, facts)
+    if tuned is not None:
+        return MosaicTuningConfig(**tuned)
+    return mosaic_tuning(head_dim, kv.dtype.itemsize, interpreted=interpret is not None)
 
 
 @partial(jax.jit, static_argnames=("options", "tuning", "interpret"))
@@ -96,9 +110,10 @@ def _paged_attention_mosaic(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    scales: jax.Array | None,
     options: AttentionOptions,
     tuning: MosaicTuningConfig,
     interpret: Any,
 ) -> jax.Array:
     kernel = load_mosaic("paged_attention").paged_attention_mosaic
-    return kernel(q, kv, block_tables, seq_lens, sinks, options, tuning, interpret)
+    return kernel(q, kv, block_tables, seq_lens, sinks, options, tuning, interpret, scales)

@@ -52,21 +52,23 @@ class MosaicTuningConfig:
             raise ValueError(f"target_thread_blocks must be at least 1; got {self.target_thread_blocks}")
 
 
-def mosaic_tuning(head_dim: int, *, interpreted: bool = False) -> MosaicTuningConfig:
-    """Sizes by reasoning, for Hopper (132 multiprocessors with 227 KiB of shared memory each); not measured.
+def mosaic_tuning(head_dim: int, kv_itemsize: int = 2, *, interpreted: bool = False) -> MosaicTuningConfig:
+    """Sizes by reasoning, for Hopper (132 multiprocessors with 228 KiB of shared memory each); not measured.
 
-    - A multiprocessor needs some 36-48 KB on their way to keep up with the memory. A stage of 64 keys of 128 columns
-      is 32 KB; two stages, with queries and results, leave room for two thread blocks on a multiprocessor: about
-      96 KB on their way, and one block's softmax runs while the other's products do. A narrower head gets more stages
-      for the same bytes; one of 256 columns fills a multiprocessor with one block.
+    ``kv_itemsize``: bytes of a number in the pool.
+
+    - A multiprocessor needs some 36-48 KB on their way to keep up with the memory. Stages of 64 KB in all, with
+      queries and what else a thread block holds, leave room for two blocks on a multiprocessor: about 96 KB on their
+      way, and one block's softmax runs while the other's products do. A head of 256 columns takes 128 KB for two
+      stages and fills a multiprocessor with one block.
     - An item costs some microseconds to begin and end, about what 256 keys take. Four thread blocks for each
       multiprocessor, two waves, even out items of unequal length.
 
     Interpreted: as small as the kernel allows, so that tests see several items and turns cheaply.
     """
+    tile_kv = 64
     if interpreted:
-        return MosaicTuningConfig(
-            tile_kv=64, stages=2, min_keys_per_item=64, target_thread_blocks=2, stage_a_in_smem=True
-        )
-    stages = 4 if head_dim <= 64 else 2
-    return MosaicTuningConfig(tile_kv=64, stages=stages, min_keys_per_item=256, target_thread_blocks=4 * 132)
+        return MosaicTuningConfig(tile_kv, 2, min_keys_per_item=64, target_thread_blocks=2, stage_a_in_smem=True)
+    stage_bytes = 2 * tile_kv * head_dim * kv_itemsize
+    stages = min(4, max(2, 64 * 1024 // stage_bytes))
+    return MosaicTuningConfig(tile_kv, stages, min_keys_per_item=256, target_thread_blocks=4 * 132)

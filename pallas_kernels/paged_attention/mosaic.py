@@ -43,9 +43,11 @@ def paged_attention_mosaic(
     options: AttentionOptions,
     tuning: MosaicTuningConfig,
     interpret: Any = None,
+    kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """Shapes as in ``paged_attention``, within what ``dispatch.check_mosaic_shapes`` accepts.
 
+    ``kv_scales``: f32[2], what the pool's keys and values are to be multiplied by; None: nothing.
     ``interpret``: None on a GPU, ``dispatch.gpu_interpreter()`` on a CPU. The work list depends on lengths and window
     only: XLA computes it once for all layers that agree on these.
     """
@@ -63,7 +65,7 @@ def paged_attention_mosaic(
         min_keys=tuning.min_keys_per_item,
         window=options.window,
     )
-    partials, logsumexps = attend_items(q, kv, block_tables, work, options, tuning, interpret)
+    partials, logsumexps = attend_items(q, kv, block_tables, work, options, tuning, interpret, kv_scales)
     return combine_items(partials, logsumexps, work, sinks, q.shape, q.dtype, interpret)
 
 
@@ -73,9 +75,11 @@ class _Shape:
 
     group: int
     head_dim: int
-    num_kv_heads: int
     block_size: int
     dtype: Any
+    """Of the products' operands."""
+    kv_dtype: Any
+    """Of the pool; keys and values are widened to ``dtype`` tile by tile."""
     options: AttentionOptions
     tuning: MosaicTuningConfig
     in_place: bool
@@ -95,29 +99,40 @@ class _Shape:
     def tile_blocks(self) -> int:
         return self.tuning.tile_kv // self.block_size
 
+    @property
+    def widens(self) -> bool:
+        return self.kv_dtype != self.dtype
+
+    @property
+    def slice_columns(self) -> int:
+        """Columns of a tile in shared memory, and of what is changed in it at once: 128 bytes of operands, the widest
+        swizzle, where head_dim is a multiple of that. With 256 columns and widening, 128 bytes would spill registers.
+        """
+        return math.gcd(self.head_dim, 32 if self.widens and self.head_dim > 128 else 64)
+
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers. wgmma wants 8-row tiles, and one swizzle for both operands of a product."""
-        tile_kv, stages = self.tuning.tile_kv, self.tuning.stages
-        itemsize = jnp.dtype(self.dtype).itemsize
-        span = math.gcd(self.head_dim * itemsize, 128)
-        transforms = (plgpu.TilingTransform((8, span // itemsize)), plgpu.SwizzleTransform(span))
-
-        def operand(*shape: int) -> Any:
-            return plgpu.SMEM(shape, self.dtype, transforms=transforms)
-
-        tiles = operand(stages, tile_kv, self.head_dim)
+        """Shared memory and barriers."""
+        tile_kv, stages, head_dim = self.tuning.tile_kv, self.tuning.stages, self.head_dim
+        tiles = self._tiled((stages, tile_kv, head_dim), self.kv_dtype)
         arrived = plgpu.Barrier(num_arrivals=self.tile_blocks, num_barriers=stages)
         return {
-            "q_s": operand(ROWS, self.head_dim),
+            "q_s": self._tiled((ROWS, head_dim), self.dtype),
             # The result is written when the last keys have been used: it takes their place.
-            "k_and_out_s": plgpu.RefUnion(tiles, plgpu.SMEM((ROWS, self.head_dim), jnp.float32)),
+            "k_and_out_s": plgpu.RefUnion(tiles, plgpu.SMEM((ROWS, head_dim), jnp.float32)),
             "v_s": tiles,
-            "p_s": operand(ROWS, tile_kv) if self.tuning.stage_a_in_smem else None,
+            "wide_s": self._tiled((tile_kv, head_dim), self.dtype) if self.widens else None,
+            "p_s": self._tiled((ROWS, tile_kv), self.dtype) if self.tuning.stage_a_in_smem else None,
             "lse_s": plgpu.SMEM((ROWS,), jnp.float32),
             "q_bar": plgpu.Barrier(),
             "k_bar": arrived,
             "v_bar": arrived,
         }
+
+    def _tiled(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """wgmma wants tiles of 8 rows, and one swizzle for both operands of a product."""
+        swizzle = plgpu.SwizzleTransform(self.slice_columns * jnp.dtype(dtype).itemsize)
+        transforms = (plgpu.TilingTransform((8, self.slice_columns)), swizzle)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def attend_items(
@@ -128,8 +143,12 @@ def attend_items(
     options: AttentionOptions,
     tuning: MosaicTuningConfig,
     interpret: Any = None,
+    kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Each item's result over its own keys, and the logsumexp of its logits in units of log2.
+
+    A float8 pool is widened to float16, which holds all its values and to which the hardware converts at once;
+    queries are rounded to float16 then.
 
     Returns f32 ``[W, K, Gp, Hp]`` (the first G rows and H columns hold something) and f32 ``[W, K, 64]`` (the first G).
     Padding items write nothing.
@@ -139,15 +158,15 @@ def attend_items(
     shape = _Shape(
         group=q.shape[1] // num_kv_heads,
         head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
         block_size=block_size,
-        dtype=q.dtype,
+        dtype=jnp.dtype(jnp.float16) if kv.dtype.itemsize == 1 else q.dtype,
+        kv_dtype=kv.dtype,
         options=options,
         tuning=tuning,
         in_place=interpret is None,
     )
     q = q.reshape(-1, num_kv_heads, shape.group, head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, shape.padded_group - shape.group), (0, 0)))
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, shape.padded_group - shape.group), (0, 0))).astype(shape.dtype)
     kernel = plgpu.kernel(
         partial(_attend_kernel, shape=shape),
         out_type=(
@@ -162,21 +181,15 @@ def attend_items(
         kernel_name="paged_attention",
         **interpret_option(interpret),
     )
-    return kernel(q, kv, block_tables, work.items)
+    return kernel(q, kv, block_tables, work.items, *(() if kv_scales is None else (kv_scales,)))
 
 
 def _attend_kernel(
-    q_g: Any,
-    kv_g: Any,
-    tables_g: Any,
-    items_g: Any,
-    partial_g: Any,
-    lse_g: Any,
-    *,
-    shape: _Shape,
-    **scratch: Any,
+    q_g: Any, kv_g: Any, tables_g: Any, items_g: Any, *more_g: Any, shape: _Shape, **scratch: Any
 ) -> None:
-    q_s, v_s, p_s, lse_s = (scratch[name] for name in ("q_s", "v_s", "p_s", "lse_s"))
+    *scales_g, partial_g, lse_g = more_g
+    k_scale, v_scale = (scales_g[0][0], scales_g[0][1]) if scales_g else (1.0, 1.0)
+    q_s, v_s, wide_s, p_s, lse_s = (scratch[name] for name in ("q_s", "v_s", "wide_s", "p_s", "lse_s"))
     k_s, out_s = scratch["k_and_out_s"]
     q_bar, k_bar, v_bar = (scratch[name] for name in ("q_bar", "k_bar", "v_bar"))
     item, head = lax.axis_index("item"), lax.axis_index("kv_head")
@@ -211,25 +224,30 @@ def _attend_kernel(
             pl.when(i < num_tiles)(partial(fetch_both, jnp.int32(i)))
         plgpu.barrier_wait(q_bar)
 
+        def operand(tile_s: Any) -> Any:
+            return _widen(tile_s, wide_s, shape.slice_columns) if shape.widens else tile_s
+
         def turn(tile: jax.Array, carry: tuple[_State, tuple[jax.Array, ...]]) -> Any:
             state, next_ids = carry
             slot = lax.rem(tile, jnp.int32(stages))
             refill = pl.when(tile + stages < num_tiles)
             first, last = first_seen - (first_key + tile * tile_kv), end - (first_key + tile * tile_kv)
             plgpu.barrier_wait(k_bar.at[slot])
-            logits = _logits(q_s, k_s.at[slot], shape.options)
+            logits = _logits(q_s, operand(k_s.at[slot]), shape.options, k_scale)
             refill(lambda: fetch(KEYS, next_ids, slot))
             state, probs = _softmax_step(state, _mask(logits, first, last))
+            weights = _staged(probs.astype(shape.dtype), p_s)
             plgpu.barrier_wait(v_bar.at[slot])
-            pl.when((first > 0) | (last < tile_kv))(lambda: _zero_unseen_rows(v_s.at[slot], first, last))
-            state = state._replace(accumulator=_add_values(state.accumulator, probs, v_s.at[slot], p_s, shape.in_place))
+            values = operand(v_s.at[slot])
+            pl.when((first > 0) | (last < tile_kv))(lambda: _zero_unseen_rows(values, shape.slice_columns, first, last))
+            state = state._replace(accumulator=_add_values(state.accumulator, weights, values, shape.in_place))
             refill(lambda: fetch(VALUES, next_ids, slot))
             # Looked up a turn ahead: a load from the table takes as long as a good part of a turn.
             return state, block_ids(tile + stages + 1)
 
         start = (_empty_state(shape.head_dim), block_ids(jnp.int32(stages)))
         state, _ids = lax.fori_loop(0, num_tiles, turn, start)
-        _store(state, out_s, lse_s)
+        _store(state, v_scale, out_s, lse_s)
         plgpu.commit_smem()
         columns = pl.ds(0, shape.head_dim)
         plgpu.copy_smem_to_gmem(out_s.at[group], partial_g.at[item, head, :, columns])
@@ -268,11 +286,11 @@ def _product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(body, plgpu.ACC((ROWS, b.shape[1]), jnp.float32))
 
 
-def _logits(q_s: Any, k_s: Any, options: AttentionOptions) -> jax.Array:
+def _logits(q_s: Any, k_s: Any, options: AttentionOptions, k_scale: jax.Array | float) -> jax.Array:
     logits = _product(q_s, k_s.T)
     if options.softcap is None:
-        return logits * (options.scale * LOG2_E)
-    return jnp.tanh(logits * (options.scale / options.softcap)) * (options.softcap * LOG2_E)
+        return logits * (k_scale * (options.scale * LOG2_E))
+    return jnp.tanh(logits * (k_scale * (options.scale / options.softcap))) * (options.softcap * LOG2_E)
 
 
 def _mask(logits: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
@@ -290,36 +308,50 @@ def _softmax_step(state: _State, logits: jax.Array) -> tuple[_State, jax.Array]:
     return _State(maximum, state.denominator * decay + probs.sum(axis=1), accumulator), probs
 
 
-def _zero_unseen_rows(v_s: Any, first: jax.Array, end: jax.Array) -> None:
-    """Zeros the tile's values outside [first, end): they may be NaN, which a probability of 0 does not cancel."""
-    tile_kv, head_dim = v_s.shape
-    columns = math.gcd(head_dim, 64)
-    key = plgpu.broadcasted_iota(jnp.int32, (tile_kv, columns), 0, layout=plgpu.Layout.WGMMA)
-    seen = (key >= first) & (key < end)
+def _zero_unseen_rows(v_s: Any, columns: int, first: jax.Array, end: jax.Array) -> None:
+    """Zeros the tile's values outside [first, end): they may be NaN, which a probability of 0 does not cancel.
 
-    # Few columns at a time: the accumulator leaves few registers.
-    @pl.loop(0, head_dim // columns)
+    ``columns`` at a time, as the accumulator leaves few registers.
+    """
+
+    @pl.loop(0, v_s.shape[1] // columns)
     def _(i: jax.Array) -> None:
-        ref = v_s.at[:, pl.ds(pl.multiple_of(i * columns, columns), columns)]
-        ref[...] = jnp.where(seen, ref[...], jnp.zeros((), v_s.dtype))
+        part = v_s.at[:, pl.ds(pl.multiple_of(i * columns, columns), columns)]
+        key = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where((key >= first) & (key < end), part[...], jnp.zeros((), v_s.dtype))
 
     plgpu.commit_smem()
 
 
-def _add_values(accumulator: jax.Array, probs: jax.Array, v_s: Any, p_s: Any | None, in_place: bool) -> jax.Array:
-    weights: Any = probs.astype(v_s.dtype)
-    if p_s is not None:
-        p_s[...] = weights
-        plgpu.commit_smem()
-        weights = p_s
+def _widen(tile_s: Any, wide_s: Any, columns: int) -> Any:
+    """A float8 tile converted to what wgmma multiplies, in ``wide_s``; ``columns`` at a time."""
+
+    @pl.loop(0, wide_s.shape[1] // columns)
+    def _(i: jax.Array) -> None:
+        part = pl.ds(pl.multiple_of(i * columns, columns), columns)
+        wide_s[:, part] = tile_s[:, part].astype(wide_s.dtype)
+
+    plgpu.commit_smem()
+    return wide_s
+
+
+def _staged(weights: jax.Array, p_s: Any | None) -> Any:
+    if p_s is None:
+        return weights
+    p_s[...] = weights
+    plgpu.commit_smem()
+    return p_s
+
+
+def _add_values(accumulator: jax.Array, weights: Any, v_s: Any, in_place: bool) -> jax.Array:
     if not in_place:  # the interpreter has no accumulator that begins with a value
         return accumulator + _product(weights, v_s)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_s))(plgpu.ACC.init(accumulator))
 
 
-def _store(state: _State, out_s: Any, lse_s: Any) -> None:
+def _store(state: _State, v_scale: jax.Array | float, out_s: Any, lse_s: Any) -> None:
     """The result and its logsumexp to shared memory. An item has a visible key, so no denominator is 0."""
-    out_s[...] = state.accumulator * _over_columns(1.0 / state.denominator, out_s.shape[1])
+    out_s[...] = state.accumulator * _over_columns(v_scale / state.denominator, out_s.shape[1])
     lse_s[...] = state.maximum + jnp.log2(state.denominator)
 
 

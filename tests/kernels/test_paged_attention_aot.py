@@ -23,6 +23,14 @@ SHAPES = {
     "mistral-7b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 32, "window": 4096},
     "gemma-2-9b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "window": 4096, "softcap": 50.0},
     "gpt-oss-20b": {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
+    "llama-3-8b, float8 pool": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "kv_dtype": jnp.float8_e4m3fn},
+    "gemma-2-9b, float8 pool": {
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 256,
+        "softcap": 50.0,
+        "kv_dtype": jnp.float8_e4m3fn,
+    },
     "phi-3-mini": {"num_heads": 32, "num_kv_heads": 32, "head_dim": 96, "block_size": 32, "dtype": jnp.float16},
 }
 
@@ -36,6 +44,7 @@ def attend(num_layers: int, arrays: dict, **options) -> jax.Array:
             *(arrays[name] for name in ("kv", "tables", "lens")),
             sinks=arrays.get("sinks"),
             **options,
+            **arrays.get("scales", {}),
             implementation="mosaic",
         )
     return q
@@ -48,12 +57,14 @@ def report(model: str, num_layers: int = 1) -> CompileReport:
     pool = (NUM_BLOCKS, 2, shape["num_kv_heads"], shape["block_size"], head_dim)
     arrays = {
         "q": jax.ShapeDtypeStruct((ROWS, num_heads, head_dim), dtype),
-        "kv": jax.ShapeDtypeStruct(pool, dtype),
+        "kv": jax.ShapeDtypeStruct(pool, shape.get("kv_dtype", dtype)),
         "tables": jax.ShapeDtypeStruct((ROWS, MAX_BLOCKS), jnp.int32),
         "lens": jax.ShapeDtypeStruct((ROWS,), jnp.int32),
     }
     if shape["has_sinks"]:
         arrays["sinks"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+    if "kv_dtype" in shape:
+        arrays["scales"] = dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((), jnp.float32))
     options = {"scale": head_dim**-0.5, "window": shape.get("window"), "softcap": shape.get("softcap")}
     return compile_for("h200", partial(attend, num_layers, **options), arrays)
 

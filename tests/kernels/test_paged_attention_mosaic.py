@@ -1,7 +1,7 @@
 """The Mosaic decode kernel on a CPU: interpreted with race detection, against the dense reference."""
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ class Case:
     has_sinks: bool = False
     dtype: str = "bfloat16"
     scale: float = 0.2
+    kv_dtype: str | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
 
     def batch(self) -> PagedBatch:
         return make_paged_batch(
@@ -50,6 +52,7 @@ class Case:
             block_size=self.block_size,
             dtype=jnp.dtype(self.dtype),
             window=self.window,
+            kv_dtype=jnp.dtype(self.kv_dtype or self.dtype),
         )
 
     @property
@@ -64,6 +67,13 @@ class Case:
     def kwargs(self) -> dict:
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
 
+    def reference(self) -> np.ndarray:
+        """In float32, on the keys and values that the pool stands for."""
+        batch, (k_scale, v_scale) = self.batch(), self.kv_scales
+        kv = batch.kv.astype(jnp.float32) * jnp.asarray([k_scale, v_scale]).reshape(1, 2, 1, 1, 1)
+        q = batch.q.astype(jnp.float32)
+        return np.asarray(paged_attention_reference(q, kv, batch.tables, batch.lens, **self.kwargs))
+
 
 CASES = {
     "group 4, lengths": Case(8, 2, 64, 16, (0, 1, 15, 16, 17, 0, 150)),
@@ -72,13 +82,10 @@ CASES = {
     "group 8, softcap": Case(8, 1, 64, 64, (64, 65), softcap=1.5),
     "group 2, window, softcap": Case(4, 2, 256, 16, (70, 20), window=40, softcap=3.0),
     "group 16, sinks": Case(16, 1, 64, 32, (0, 31, 140), has_sinks=True),
+    "float8, scales": Case(
+        4, 1, 128, 16, (0, 1, 200), window=190, softcap=2.0, kv_dtype="float8_e4m3fn", kv_scales=(0.4, 3.0)
+    ),
 }
-
-
-@cache
-def expected(name: str) -> np.ndarray:
-    case = CASES[name]
-    return np.asarray(paged_attention_reference(*case.batch().arrays, **case.kwargs), np.float32)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,9 +93,17 @@ def test_agrees_with_reference(name):
     """Lengths about the block size, items of one and several tiles, permuted, shared and repeated blocks, NaN in
     every slot that no row sees."""
     case = CASES[name]
-    got = paged_attention(*case.batch().arrays, **case.kwargs, implementation="mosaic", interpret=INTERPRET)
+    k_scale, v_scale = case.kv_scales if case.kv_dtype else (None, None)
+    got = paged_attention(
+        *case.batch().arrays,
+        **case.kwargs,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        implementation="mosaic",
+        interpret=INTERPRET,
+    )
     assert got.dtype == jnp.dtype(case.dtype)
-    assert worst_error(got, expected(name)) <= TOLERANCE[case.dtype]
+    assert worst_error(got, case.reference()) <= TOLERANCE[case.dtype]
     empty = np.asarray(case.lens) == 0
     assert not np.asarray(got)[empty].any()
 
@@ -104,7 +119,7 @@ def run_small(case: Case = SMALL, batch: PagedBatch | None = None, **changes) ->
     tuning = mosaic_tuning(case.head_dim, interpreted=True)
     run = partial(mosaic.paged_attention_mosaic, options=options, tuning=tuning, interpret=INTERPRET)
     got = jax.jit(run)(*batch.arrays, case.sinks)
-    return worst_error(got, paged_attention_reference(*case.batch().arrays, **case.kwargs)), got
+    return worst_error(got, case.reference()), got
 
 
 def drop_the_mask(monkeypatch):
@@ -112,7 +127,7 @@ def drop_the_mask(monkeypatch):
 
 
 def leave_unseen_values(monkeypatch):
-    monkeypatch.setattr(mosaic, "_zero_unseen_rows", lambda v_s, first, end: None)
+    monkeypatch.setattr(mosaic, "_zero_unseen_rows", lambda v_s, columns, first, end: None)
 
 
 def forget_to_rescale(monkeypatch):
@@ -236,6 +251,12 @@ def test_layers_share_one_trace():
 def test_shapes_beyond_the_kernel_are_named(changes, message):
     case = replace(SMALL, **changes)
     with pytest.raises(ValueError, match=message):
+        paged_attention(*case.batch().arrays, **case.kwargs, implementation="mosaic", interpret=INTERPRET)
+
+
+def test_pool_types_beyond_the_kernel_are_named():
+    case = replace(SMALL, kv_dtype="float8_e5m2")
+    with pytest.raises(ValueError, match="a pool of q's type bfloat16 or of float8_e4m3fn; got float8_e5m2"):
         paged_attention(*case.batch().arrays, **case.kwargs, implementation="mosaic", interpret=INTERPRET)
 
 

@@ -33,6 +33,7 @@ def make_paged_batch(
     block_size: int,
     dtype: jnp.dtype = jnp.bfloat16,
     window: int | None = None,
+    kv_dtype: jnp.dtype | None = None,
 ) -> PagedBatch:
     """Rows of ``lens`` tokens with blocks in random order.
 
@@ -63,7 +64,8 @@ def make_paged_batch(
     kv = rng.standard_normal((num_blocks, 2, num_kv_heads, block_size, head_dim))
     kv = np.where(seen[:, None, None, :, None], kv, np.nan)
     q = rng.standard_normal((len(lens), num_heads, head_dim))
-    return PagedBatch(jnp.asarray(q, dtype), jnp.asarray(kv, dtype), jnp.asarray(tables), jnp.asarray(lens, jnp.int32))
+    pool = jnp.asarray(kv, jnp.float32).astype(kv_dtype or dtype)
+    return PagedBatch(jnp.asarray(q, dtype), pool, jnp.asarray(tables), jnp.asarray(lens, jnp.int32))
 
 
 def worst_error(got: jax.Array, want: jax.Array) -> float:
