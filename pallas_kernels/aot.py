@@ -209,7 +209,7 @@ def compile_program(
         dumps.mkdir()
         kernels.mkdir()
         options = {**(compiler_options or {}), "xla_dump_to": str(dumps), "xla_dump_hlo_as_text": True}
-        with _kernel_dumps(kernels), _compiler_messages(Path(folder, "messages")):
+        with _kernel_dumps(kernels), _no_compile_cache(), _compiler_messages(Path(folder, "messages")):
             compiled = lower().compile(compiler_options=options)
         memory = compiled.memory_analysis()
         if memory is None:
@@ -221,7 +221,7 @@ def compile_program(
             temp_bytes=memory.temp_size_in_bytes,
             hlo=_largest(dumps, "*after_optimizations.txt"),
             thunks=_largest(dumps, "*thunk_sequence.txt"),
-            thunks_in_command_buffers=_largest(dumps, "*thunk_sequence_after_thunk_passes.txt"),
+            thunks_in_command_buffers=_largest(dumps, "*thunk_sequence_after_thunk_passes.txt", optional=True),
             kernels=tuple(_kernel_resources(path) for path in sorted(kernels.glob("*.ptx"))),
         )
 
@@ -238,6 +238,18 @@ def _kernel_dumps(folder: Path) -> Iterator[None]:
             yield
         finally:
             del os.environ["MOSAIC_GPU_DUMP_TO"]
+
+
+@contextmanager
+def _no_compile_cache() -> Iterator[None]:
+    """Programs for a described GPU could be written to the persistent cache, but not be read from it again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @contextmanager
@@ -265,9 +277,11 @@ def _compiler_messages(file: Path) -> Iterator[None]:
             logger.debug("%s", text)
 
 
-def _largest(folder: Path, pattern: str) -> str:
+def _largest(folder: Path, pattern: str, *, optional: bool = False) -> str:
     """The program proper: XLA may dump small helper modules beside it."""
     files = sorted(folder.glob(pattern), key=lambda path: path.stat().st_size)
+    if not files and not optional:
+        raise RuntimeError(f"XLA dumped no {pattern}: did the program come from a compile cache?")
     return files[-1].read_text(encoding="utf-8", errors="replace") if files else ""
 
 
