@@ -76,7 +76,7 @@ def kv_scales(k_scale: jax.Array | float | None, v_scale: jax.Array | float | No
         return None
     scales = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if jnp.shape(1.0 if scale is None else scale):
+        if scale is not None and jnp.shape(scale):
             raise ValueError(f"{name} must be a scalar; got shape {jnp.shape(scale)}")
         scales.append(jnp.asarray(1.0 if scale is None else scale, jnp.float32))
     return jnp.stack(scales)

@@ -88,13 +88,20 @@ CASES = {
 }
 
 
+def interpreted(run, *args, **kwargs):
+    """The finished result: other work of JAX beside a running interpreter, which calls back into Python, can wait for
+    it and it for that, for ever."""
+    return jax.block_until_ready(run(*args, **kwargs))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_reference(name):
     """Lengths about the block size, items of one and several tiles, permuted, shared and repeated blocks, NaN in
     every slot that no row sees."""
     case = CASES[name]
     k_scale, v_scale = case.kv_scales if case.kv_dtype else (None, None)
-    got = paged_attention(
+    got = interpreted(
+        paged_attention,
         *case.batch().arrays,
         **case.kwargs,
         k_scale=k_scale,
@@ -118,7 +125,7 @@ def run_small(case: Case = SMALL, batch: PagedBatch | None = None, **changes) ->
     options = AttentionOptions(**{"scale": case.scale, "window": case.window, **changes})
     tuning = mosaic_tuning(case.head_dim, interpreted=True)
     run = partial(mosaic.paged_attention_mosaic, options=options, tuning=tuning, interpret=INTERPRET)
-    got = jax.jit(run)(*batch.arrays, case.sinks)
+    got = interpreted(jax.jit(run), *batch.arrays, case.sinks)
     return worst_error(got, case.reference()), got
 
 
@@ -186,7 +193,7 @@ def test_partials_are_exact_to_the_probabilities_rounding():
     batch, tuning = case.batch(), mosaic_tuning(64, interpreted=True)
     work = plan_work(batch.lens, num_items=6, block_size=16, tile_kv=64, min_keys=64, window=None)
     run = partial(mosaic.attend_items, options=case.options, tuning=tuning, interpret=INTERPRET)
-    partials, logsumexps = (np.asarray(x) for x in jax.jit(run)(batch.q, batch.kv, batch.tables, work))
+    partials, logsumexps = map(np.asarray, interpreted(jax.jit(run), batch.q, batch.kv, batch.tables, work))
     items = np.asarray(work.items)
     assert [tuple(item) for item in items] == [(1, 0, 40, 0), (2, 0, 64, 0), (2, 64, 128, 64), (2, 128, 150, 128)] + [
         (0, 0, 0, 0)
@@ -213,7 +220,7 @@ def test_combine_is_exact(has_sinks):
     sinks = np.asarray([0.5, -3.0], np.float32)
     work = WorkPlan(jnp.zeros((5, 4), jnp.int32), jnp.asarray([0, 3, 3, 4], jnp.int32))
     run = partial(mosaic.combine_items, shape=(3, 2, 96), dtype=jnp.float32, interpret=INTERPRET)
-    got = jax.jit(run)(partials, logsumexps, work, sinks if has_sinks else None)
+    got = interpreted(jax.jit(run), partials, logsumexps, work, sinks if has_sinks else None)
     want = np.zeros((3, 2, 96))
     for row, first, end in ((0, 0, 3), (2, 3, 4)):
         weights = np.exp2(logsumexps[first:end, 0, :2].astype(np.float64))
