@@ -130,6 +130,7 @@ def attend_tiles(
         grid_names=("cta",),
         num_threads=COMPUTE_WGS + 1,
         thread_name="warpgroup",
+        kernel_name="ragged_paged_attention",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpret_option(interpret),
