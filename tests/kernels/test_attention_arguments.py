@@ -51,8 +51,8 @@ def test_bad_query_start_loc_is_named(bad):
         ragged_paged_attention(**arguments(query_start_loc=bad))
 
 
-def test_mosaic_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="mosaic"):
+def test_mosaic_refuses_what_it_cannot_serve():
+    with pytest.raises(ValueError, match="head_dim 8: the mosaic kernels take"):
         paged_attention(**arguments(implementation="mosaic"))
 
 
