@@ -47,11 +47,14 @@ class MosaicTuningConfig:
 
 
 def mosaic_tuning(head_dim: int, interpreted: bool = False) -> MosaicTuningConfig:
-    """128 keys a turn keep the tensor cores busy between two barriers. At a head_dim of 256 the accumulator takes 128
-    registers of a thread and a KV tile of 64 keys 64 KB, so turns are half as long. Both leave room for two stages.
+    """128 keys a turn keep the tensor cores busy between two barriers, and leave room for two stages. At a head_dim of
+    256 a KV tile of 64 keys takes 64 KB, so turns are half as long; at 96 they are too, because shared memory of that
+    width takes many addresses, and with 128 keys registers would be spilled.
 
     Interpreted: as small as the instructions allow, and two programs, so that tests see several of them cheaply.
     """
     if interpreted:
         return MosaicTuningConfig(tile_kv=64, stages=2, num_ctas=2, stage_p_in_smem=True)
+    if head_dim == 96:
+        return MosaicTuningConfig(tile_kv=64, stages=4)
     return MosaicTuningConfig(tile_kv=64 if head_dim > 128 else 128, stages=2)

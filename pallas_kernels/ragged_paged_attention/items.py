@@ -152,7 +152,7 @@ def for_each_item(refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax
 
     def place_in(index: jax.Array) -> jax.Array:
         cta = lax.axis_index("cta")
-        return index * num_ctas + jnp.where(index % 2 == 0, cta, num_ctas - 1 - cta)
+        return index * num_ctas + jnp.where(lax.rem(index, 2) == 0, cta, num_ctas - 1 - cta)
 
     full_rounds = num_items // num_ctas
     rounds = full_rounds + (place_in(full_rounds) < num_items).astype(jnp.int32)
@@ -161,7 +161,7 @@ def for_each_item(refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax
 
 def load_item(refs: Refs, shape: KernelShape, place: jax.Array) -> Item:
     tile_kv, window = shape.tuning.tile_kv, shape.options.window
-    tile, slice_ = place // shape.slices, place % shape.slices
+    tile, slice_ = lax.div(place, shape.slices), lax.rem(place, shape.slices)
     num_tokens, num_keys = refs.tiles[tile, NUM_TOKENS], refs.tiles[tile, NUM_KEYS]
     first_pos = num_keys - num_tokens
     first_key = jnp.int32(0) if window is None else jnp.maximum(first_pos - window + 1, 0)

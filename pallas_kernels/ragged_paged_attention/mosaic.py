@@ -196,7 +196,7 @@ def _fetch_item(refs: Refs, shape: KernelShape, place: jax.Array, index: jax.Arr
     kv_head = item.head // shape.group
 
     def fetch_tile(turn: jax.Array, _: None) -> None:
-        slot = turn % stages
+        slot = lax.rem(turn, stages)
         is_reused = turn >= stages
         tile = item.last_tile - (turn - turns)
         places = [jnp.clip(tile * tile_blocks + b, item.first_block, item.last_block) for b in range(tile_blocks)]
@@ -292,14 +292,17 @@ def _turn(
 ) -> _Softmax:
     """One KV tile: scores, softmax, values."""
     tile_kv = shape.tuning.tile_kv
-    slot = turn % shape.tuning.stages
+    slot = lax.rem(turn, shape.tuning.stages)
     first_key = key_base - turn * tile_kv
     plgpu.barrier_wait(refs.k_full.at[slot])
 
+    def multiply_part(acc_ref: Ref, part: jax.Array, _: None) -> None:
+        columns = pl.ds(part * shape.value_dim, shape.value_dim)
+        plgpu.wgmma(acc_ref, refs.q_smem.at[warpgroup, part], refs.k_smem.at[slot, :, columns].T)
+
     def multiply(acc_ref: Ref) -> jax.Array:
-        for part in range(shape.split.columns):
-            columns = pl.ds(part * shape.value_dim, shape.value_dim)
-            plgpu.wgmma(acc_ref, refs.q_smem.at[warpgroup, part], refs.k_smem.at[slot, :, columns].T)
+        # Not unrolled: the addresses of all parts at once would take the registers of the scores.
+        lax.fori_loop(0, shape.split.columns, partial(multiply_part, acc_ref), None)
         _take_turn(refs)
         return acc_ref[...]
 

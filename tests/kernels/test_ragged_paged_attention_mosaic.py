@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 from paged_pool import worst_error
 
+from octavo.pallas_kernels.aot import aot_missing, compile_for
 from octavo.pallas_kernels.attention_common import AttentionOptions
 from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.dispatch import load_mosaic
 from octavo.pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from octavo.pallas_kernels.ragged_paged_attention.config import mosaic_tuning
 from octavo.pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
-from octavo.pallas_kernels.ragged_paged_attention.work import FIRST_TOKEN, NUM_TOKENS, ROW, max_tiles, plan_tiles
+from octavo.pallas_kernels.ragged_paged_attention.work import (
+    FIRST_TOKEN,
+    NUM_TOKENS,
+    ROW,
+    TilePlan,
+    max_tiles,
+    plan_tiles,
+)
 
 if reason := mosaic_missing():
     pytest.skip(reason, allow_module_level=True)
@@ -274,3 +282,50 @@ def test_another_pool_type_is_named():
 def test_bad_tuning_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(mosaic_tuning(128), **changes)
+
+
+SHARED_MEMORY = 227 * 1024
+"""What a thread block on Hopper may have."""
+MODELS = {
+    "llama-3-8b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "qwen2.5-7b": {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
+    "qwen3-0.6b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 64},
+    "mistral-7b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 32, "window": 4096},
+    "gemma-2-9b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "window": 4096, "softcap": 50.0},
+    "gpt-oss-20b": {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
+    "phi-3-mini": {"num_heads": 32, "num_kv_heads": 32, "head_dim": 96, "block_size": 32, "dtype": jnp.float16},
+}
+
+
+@pytest.mark.skipif(aot_missing() is not None, reason=str(aot_missing()))
+@pytest.mark.parametrize("model", MODELS)
+def test_kernel_fits_the_gpu(model):
+    """Compiled for an H200, 2048 tokens in up to 64 rows: no registers spilled, tensor cores and TMA used, shared
+    memory within the limit."""
+    shape = {"block_size": 16, "dtype": jnp.bfloat16, "has_sinks": False, "window": None, "softcap": None}
+    shape |= MODELS[model]
+    num_tokens, num_rows, num_heads, head_dim = 2048, 64, shape["num_heads"], shape["head_dim"]
+    pool = (20_000, 2, shape["num_kv_heads"], shape["block_size"], head_dim)
+    options = AttentionOptions(head_dim**-0.5, shape["window"], shape["softcap"])
+
+    def attend(q, kv, tables, tiles, num_tiles, sinks):
+        plan = TilePlan(tiles, num_tiles)
+        return mosaic.attend_tiles(q, kv, tables, plan, sinks, options, mosaic_tuning(head_dim))
+
+    of = jax.ShapeDtypeStruct
+    report = compile_for(
+        "h200",
+        attend,
+        of((num_tokens, num_heads, head_dim), shape["dtype"]),
+        of(pool, shape["dtype"]),
+        of((num_rows, 512), jnp.int32),
+        of((max_tiles(num_tokens, num_rows, 64), 5), jnp.int32),
+        of((1,), jnp.int32),
+        of((num_heads,), jnp.float32) if shape["has_sinks"] else None,
+    )
+    (kernel,) = report.kernels
+    assert kernel.uses("wgmma.mma_async")
+    assert kernel.uses("cp.async.bulk.tensor")
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes <= SHARED_MEMORY
+    assert report.temp_bytes < 2**20
