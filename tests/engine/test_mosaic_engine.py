@@ -58,19 +58,17 @@ def same_as_xla(folder, prompts, max_tokens: int, **options) -> LLM:
 
 
 def test_a_greedy_batch_of_three(mosaic_folder):
-    same_as_xla(mosaic_folder, PROMPTS, 6, max_num_batched_tokens=64)
+    same_as_xla(mosaic_folder, PROMPTS, 3, max_num_batched_tokens=64)
 
 
 def test_chunked_prefill(mosaic_folder):
-    """A prompt of 70 tokens in chunks of at most 32, beside a row that decodes."""
-    long = [(11 * j) % 290 + 3 for j in range(70)]
-    same_as_xla(mosaic_folder, [PROMPTS[0], long], 4)
+    """A prompt of 40 tokens in two chunks, the second beside a row that decodes."""
+    long = [(11 * j) % 290 + 3 for j in range(40)]
+    same_as_xla(mosaic_folder, [PROMPTS[0], long], 3, max_num_seqs=2)
 
 
 def test_preemption(mosaic_folder):
-    """Three rows that grow past the pool: one is preempted and computed again."""
-    prompts = [[(5 * i + 3 * j) % 290 + 3 for j in range(14)] for i in range(3)]
-    engine = same_as_xla(
-        mosaic_folder, prompts, 5, num_gpu_blocks_override=6, max_model_len=32, enable_prefix_caching=False
-    )
+    """Two rows of two blocks each in a pool of three: one is preempted and computed again."""
+    prompts = [[(5 * i + 3 * j) % 290 + 3 for j in range(15)] for i in range(2)]
+    engine = same_as_xla(mosaic_folder, prompts, 4, num_gpu_blocks_override=4, max_model_len=32, max_num_seqs=2)
     assert engine._core.stats().num_preemptions_total > 0
