@@ -97,7 +97,7 @@ class Refs(NamedTuple):
     k_smem: Ref  # [stages, tile_kv, H]
     v_smem: Ref  # [stages, tile_kv, H]
     edge_smem: Ref  # [2, 64, 64]
-    p_smem: Ref | None  # [2, 64, tile_kv]
+    p_smem: Ref  # [2, 64, tile_kv]; None unless stage_p_in_smem
     q_full: Ref
     q_empty: Ref
     k_full: Ref  # [stages]

@@ -310,7 +310,8 @@ def _turn(
     plgpu.barrier_arrive(refs.k_empty.at[slot])
     scores, factor = _scaled(scores, shape.options)
     if masked:
-        scores = jnp.where(_visible(shape, rows, first_key), scores, MASK_VALUE)
+        # Far below LOWEST_MAX once multiplied: a row that sees no key of this tile must not take its maximum from it.
+        scores = jnp.where(_visible(shape, rows, first_key), scores, MASK_VALUE / factor)
 
     maximum = jnp.maximum(state.maximum, scores.max(axis=1) * factor)
     decay = jnp.exp2(state.maximum - maximum)
@@ -334,10 +335,11 @@ def _scaled(scores: jax.Array, options: AttentionOptions) -> tuple[jax.Array, fl
     """Scores and a positive factor that they lack: it joins the subtraction of the maximum in one instruction. The
     factor includes log2(e), because exp2 is what the hardware has."""
     if options.softcap is not None:
-        return jnp.tanh(scores * (options.scale / options.softcap)), options.softcap * LOG2E
-    if options.scale > 0:
-        return scores, options.scale * LOG2E
-    return scores * options.scale, LOG2E
+        scores, factor = jnp.tanh(scores * (options.scale / options.softcap)), options.softcap * LOG2E
+    else:
+        factor = options.scale * LOG2E
+    # Not for a factor by which masked scores would have to be divided out of float32's range.
+    return (scores, factor) if factor > 1e-6 else (scores * factor, 1.0)
 
 
 def _visible(shape: KernelShape, rows: WarpgroupRows, first_key: jax.Array) -> jax.Array:
@@ -359,7 +361,7 @@ def _add_values(
         plgpu.wgmma(acc_ref, refs.p_smem.at[warpgroup], values)
         return acc_ref[...]
 
-    return accumulator + pl.run_scoped(multiply, plgpu.ACC(accumulator.shape, jnp.float32))
+    return accumulator + pl.run_scoped(multiply, plgpu.ACC((WG_QUERIES, shape.value_dim), jnp.float32))
 
 
 def _columns(shape: KernelShape, warpgroup: jax.Array) -> Any:
@@ -389,9 +391,8 @@ def _store(refs: Refs, shape: KernelShape, warpgroup: jax.Array, rows: Warpgroup
                 plgpu.wait_smem_to_gmem(0)
             staged[...] = result[:, column : column + EDGE_WIDTH]
             plgpu.commit_smem()
-            if shape.split.columns > 1:
-                column = column + warpgroup * shape.value_dim
-            _store_rows(staged, refs.out.at[:, rows.head, pl.ds(column, EDGE_WIDTH)], rows)
+            first_column = column + warpgroup * shape.value_dim if shape.split.columns > 1 else column
+            _store_rows(staged, refs.out.at[:, rows.head, pl.ds(first_column, EDGE_WIDTH)], rows)
 
 
 def _store_rows(staged: Ref, out: Ref, rows: WarpgroupRows) -> None:
