@@ -105,7 +105,7 @@ CASES = {
     "group 7, window": Case(7, 1, 128, 16, ((3, 200), (66, 66)), 69, window=50),
     "group 8, softcap": Case(8, 1, 64, 64, ((64, 128), (1, 64)), 72, softcap=1.5),
     "group 2, window, softcap": Case(4, 2, 256, 16, ((20, 70), (2, 20)), 24, window=40, softcap=3.0),
-    "group 1, small scale": Case(1, 1, 64, 16, ((80, 90),), 80, scale=0.01),
+    "group 1, small scale": Case(1, 1, 64, 16, ((80, 90),), 80, scale=0.0625),
     "group 16, sinks": Case(16, 1, 64, 32, ((5, 69), (2, 33)), 7, has_sinks=True),
 }
 
