@@ -3,9 +3,10 @@
 Query tiles (``work.py``) times pairs of heads are the work. Programs stay resident, one per multiprocessor, and take
 items in turn. In each, one warpgroup fetches: queries, then one TMA per KV block of the row's block table, a few tiles
 ahead. Two warpgroups compute, with 64 queries each: the same tokens of two heads that share a KV head, or, where the
-group is odd, neighbouring tokens of one head; of a head wider than 128, each half of the values. They walk from the diagonal back to the first visible key, so that the
-tiles that need a mask come first (and, with a window, last), and take turns on the tensor cores: while one multiplies,
-the other computes its softmax, the idea of FlashAttention-3 (Shah et al., 2024).
+group is odd, neighbouring tokens of one head; of a head wider than 128 columns, each half of the values. They walk from
+the diagonal back to the first visible key, so that the tiles that need a mask come first (and, with a window, last),
+and take turns on the tensor cores: while one multiplies, the other computes its softmax, the idea of FlashAttention-3
+(Shah et al., 2024).
 """
 
 import math
