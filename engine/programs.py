@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+from ..pallas_kernels.xla_options import step_compiler_options
 from .buckets import Bucket, BucketTable
 from .config import EngineConfig
 from .device_state import StateSpec, abstract_state
@@ -52,6 +53,8 @@ class Programs:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.params
         )
         self._replicated = NamedSharding(model.mesh, P())
+        self.compiler_options: dict[str, str | bool] = step_compiler_options(model.mesh.devices.flat[0].platform)
+        """XLA's options for the steps."""
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
@@ -114,6 +117,10 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._replicated)
 
     def _compile_step(self, bucket: Bucket) -> jax.stages.Compiled:
+        return self.lower_step(bucket).compile(compiler_options=self.compiler_options or None)
+
+    def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
+        """A bucket's program, traced and not compiled."""
         spec = StepSpec(
             bucket=bucket,
             layout=packed_layout(bucket, self._config.block_size),
@@ -127,7 +134,7 @@ class Programs:
             out_shardings=(self._state_shardings, self._replicated),
         )
         packed, mask = self._int32(spec.layout.size), self._int32(bucket.num_rows, self.mask_words)
-        return program.lower(self._params, self._state, packed, mask).compile()
+        return program.lower(self._params, self._state, packed, mask)
 
     def _compile_write_row(self) -> jax.stages.Compiled:
         layout = row_update_layout(self._config.max_model_len, self._config.max_blocks_per_request)

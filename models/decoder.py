@@ -95,8 +95,9 @@ class Decoder(nnx.Module):
         dtype: jax.typing.DTypeLike,
         implementation: Implementation = "xla",
         mesh: Mesh | None = None,
+        interpret: Any = None,
     ) -> None:
-        dtype, placement = jnp.dtype(dtype), Placement(implementation, mesh)
+        dtype, placement = jnp.dtype(dtype), Placement(implementation, mesh, interpret)
         placement.check(config)
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -143,13 +144,17 @@ def abstract_params(
     dtype: jax.typing.DTypeLike,
     implementation: Implementation = "xla",
     mesh: Mesh | None = None,
+    interpret: Any = None,
 ) -> tuple[nnx.GraphDef[Decoder], Params]:
     """The decoder without weights: its static half, and the parameter tree as ShapeDtypeStructs.
 
     ``mesh`` must be the one that the parameters are loaded onto, or None for one device: the rows of fused
-    weights are ordered by shard (``WeightMapping.pieces``).
+    weights are ordered by shard (``WeightMapping.pieces``). ``interpret`` is for GPU kernels on a CPU
+    (``pallas_kernels.dispatch.gpu_interpreter``).
     """
-    decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, implementation=implementation, mesh=mesh))
+    decoder = nnx.eval_shape(
+        lambda: Decoder(config, dtype=dtype, implementation=implementation, mesh=mesh, interpret=interpret)
+    )
     graphdef, state = nnx.split(decoder)
     tree = nnx.to_pure_dict(state)
     layers = tree.pop("layers")

@@ -1,6 +1,7 @@
 """Tensor parallelism: how a decoder is cut over the mesh axis "tp", and what can be cut."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -18,6 +19,8 @@ class Placement:
 
     implementation: Implementation = "xla"
     mesh: Mesh | None = None
+    interpret: Any = None
+    """What GPU kernels are interpreted by on a CPU (``dispatch.gpu_interpreter``); None where they are compiled."""
 
     @property
     def num_shards(self) -> int:

@@ -70,6 +70,18 @@ def check_attention_inputs(
         raise ValueError(f"sinks must be [{num_heads}], one per query head; got shape {sinks.shape}")
 
 
+def kv_scales(k_scale: jax.Array | float | None, v_scale: jax.Array | float | None) -> jax.Array | None:
+    """Both scales as f32[2], 1 for one that is None; None if both are. Raises ValueError for one that is no scalar."""
+    if k_scale is None and v_scale is None:
+        return None
+    scales = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and jnp.shape(scale):
+            raise ValueError(f"{name} must be a scalar; got shape {jnp.shape(scale)}")
+        scales.append(jnp.asarray(1.0 if scale is None else scale, jnp.float32))
+    return jnp.stack(scales)
+
+
 def softcapped(scores: jax.Array, softcap: float | None) -> jax.Array:
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 

@@ -11,7 +11,7 @@ from .. import __version__
 from ..engine.args import EngineArgs
 from ..engine.errors import ConfigError
 from ..engine.metrics import StatSink
-from . import client, flags
+from . import client, flags, plan
 from .logging import logger, set_up_logging
 
 SERVER_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
@@ -35,6 +35,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     flags.add_serve_options(serve)
     serve.set_defaults(run=run_serve, parser=serve)
+    plan_parser = commands.add_parser(
+        "plan",
+        help="what a model takes on a GPU, without that GPU",
+        usage="octavo plan [MODEL] [options]",
+        allow_abbrev=False,
+    )
+    plan.add_plan_options(plan_parser)
+    plan_parser.set_defaults(run=plan.run_plan, parser=plan_parser)
     chat = commands.add_parser("chat", help="talk to a running server", allow_abbrev=False)
     chat.add_argument("--system-prompt", help="a first message of the system")
     _add_client_options(chat)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_FOLDERS = ("engine", "models", "pallas_kernels", "serving")
-DATA_SUFFIXES = {".json", ".jinja", ".html", ".txt"}
+DATA_SUFFIXES = {".json", ".jinja", ".html", ".txt", ".txtpb"}
 """Files of these kinds inside the package are needed at run time."""
 CLONE_NAME = "a-b.1"
 """No valid Python identifier: nothing may depend on the checkout's name."""

@@ -88,7 +88,8 @@ class Attention(nnx.Module):
         """q ``[T, N, H]``, k and v ``[T, K, H]`` → ``[T, N, H]`` and the pool; a shard's own heads on several."""
         kv = write_kv(kv, k, v, metadata.slot_mapping)
         scale, window, softcap = self.scale, self.window, self.softcap
-        tables, lengths, implementation = metadata.block_tables, metadata.seq_lens, self.placement.implementation
+        tables, lengths = metadata.block_tables, metadata.seq_lens
+        implementation, interpret = self.placement.implementation, self.placement.interpret
         if metadata.decode_only:
             attended = paged_attention(
                 q,
@@ -100,6 +101,7 @@ class Attention(nnx.Module):
                 softcap=softcap,
                 sinks=sinks,
                 implementation=implementation,
+                interpret=interpret,
             )
         else:
             attended = ragged_paged_attention(
@@ -113,5 +115,6 @@ class Attention(nnx.Module):
                 softcap=softcap,
                 sinks=sinks,
                 implementation=implementation,
+                interpret=interpret,
             )
         return attended, kv

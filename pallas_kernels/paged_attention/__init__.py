@@ -1,11 +1,15 @@
 """Decode attention: one query a row over the paged KV pool."""
 
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ..attention_common import AttentionOptions, check_attention_inputs
-from ..dispatch import Implementation, check_implementation
+from ..attention_common import AttentionOptions, check_attention_inputs, kv_scales
+from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
+from ..tuning import current_gpu, find_tuned
+from .config import MosaicTuningConfig, mosaic_tuning
 from .xla import paged_attention_xla
 
 __all__ = ["paged_attention"]
@@ -22,6 +26,9 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
+    interpret: Any = None,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
 ) -> jax.Array:
     """Attention of each row's newest token over all its tokens.
 
@@ -36,20 +43,30 @@ def paged_attention(
       window: the query at position p sees the keys in (p - window, p].
       softcap: scores become ``softcap * tanh(score / softcap)``.
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
-      implementation: "xla" (see ``dispatch.select_implementation``).
+      implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
+      interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
+      k_scale, v_scale: f32 scalars that the pool's keys and values are to be multiplied by, for a pool of
+        float8_e4m3fn; None: 1.
 
     Returns:
       ``[R, N, H]`` in q's type; the softmax and both sums are float32.
 
     Raises:
-      ValueError: shapes, types or options that do not fit. NotImplementedError: implementation "mosaic".
+      ValueError: shapes, types or options that do not fit, or that "mosaic" cannot serve. NotImplementedError:
+      "mosaic" with a JAX that is too old for it.
     """
     check_implementation(implementation)
     check_attention_inputs(q, kv, block_tables, seq_lens, sinks)
     if q.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"decode takes one query a row; got {q.shape[0]} queries and {seq_lens.shape[0]} rows")
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
-    return _paged_attention(q, kv, block_tables, seq_lens, sinks, options=options)
+    scales = kv_scales(k_scale, v_scale)
+    if implementation == "xla":
+        return _paged_attention(q, kv, block_tables, seq_lens, sinks, scales, options=options)
+    tuning = _mosaic_tuning(q, kv, interpret)
+    return _paged_attention_mosaic(
+        q, kv, block_tables, seq_lens, sinks, scales, options=options, tuning=tuning, interpret=interpret
+    )
 
 
 @partial(jax.jit, static_argnames="options")
@@ -59,7 +76,44 @@ def _paged_attention(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    scales: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
-    return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options)
+    if scales is None:
+        return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options)
+    scaled_q = q.astype(jnp.float32) * scales[0]
+    out = paged_attention_xla(scaled_q, kv, block_tables, seq_lens, sinks, options)
+    return (out * scales[1]).astype(q.dtype)
+
+
+def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningConfig:
+    """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
+    kernel cannot serve."""
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
+    if kv.dtype not in (q.dtype, jnp.float8_e4m3fn):
+        raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of float8_e4m3fn; got {kv.dtype}")
+    tuned = None
+    if interpret is None and (gpu := current_gpu()):
+        facts = {"head_dim": head_dim, "block_size": block_size, "kv_dtype": str(kv.dtype)}
+        tuned = find_tuned("paged_attention", gpu, facts)
+    if tuned is not None:
+        return MosaicTuningConfig(**tuned)
+    return mosaic_tuning(head_dim, kv.dtype.itemsize, interpreted=interpret is not None)
+
+
+@partial(jax.jit, static_argnames=("options", "tuning", "interpret"))
+def _paged_attention_mosaic(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    scales: jax.Array | None,
+    options: AttentionOptions,
+    tuning: MosaicTuningConfig,
+    interpret: Any,
+) -> jax.Array:
+    kernel = load_mosaic("paged_attention").paged_attention_mosaic
+    return kernel(q, kv, block_tables, seq_lens, sinks, options, tuning, interpret, scales)

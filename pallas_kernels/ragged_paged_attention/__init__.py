@@ -1,12 +1,15 @@
 """Mixed attention: any number of queries a row (decode, prefill, chunked prefill) over the paged KV pool."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..attention_common import AttentionOptions, check_attention_inputs
-from ..dispatch import Implementation, check_implementation
+from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
+from ..tuning import current_gpu, find_tuned
+from .config import MosaicTuningConfig, mosaic_tuning
 from .xla import ragged_paged_attention_xla
 
 __all__ = ["ragged_paged_attention"]
@@ -24,6 +27,7 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
+    interpret: Any = None,
 ) -> jax.Array:
     """Causal attention of the tokens of this step, packed row after row.
 
@@ -40,13 +44,15 @@ def ragged_paged_attention(
       window: the query at position p sees the keys in (p - window, p].
       softcap: scores become ``softcap * tanh(score / softcap)``.
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
-      implementation: "xla" (see ``dispatch.select_implementation``).
+      implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
+      interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
 
     Returns:
       ``[T, N, H]`` in q's type; the softmax and both sums are float32.
 
     Raises:
-      ValueError: shapes, types or options that do not fit. NotImplementedError: implementation "mosaic".
+      ValueError: shapes, types or options that do not fit, or that "mosaic" cannot serve. NotImplementedError:
+      "mosaic" with a JAX that is too old for it.
     """
     check_implementation(implementation)
     check_attention_inputs(q, kv, block_tables, seq_lens, sinks)
@@ -56,7 +62,12 @@ def ragged_paged_attention(
             f"got {query_start_loc.dtype} {query_start_loc.shape}"
         )
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
-    return _ragged_paged_attention(q, kv, block_tables, query_start_loc, seq_lens, sinks, options=options)
+    if implementation == "xla":
+        return _ragged_paged_attention(q, kv, block_tables, query_start_loc, seq_lens, sinks, options=options)
+    tuning = _mosaic_tuning(q, kv, interpret)
+    return _ragged_paged_attention_mosaic(
+        q, kv, block_tables, query_start_loc, seq_lens, sinks, options=options, tuning=tuning, interpret=interpret
+    )
 
 
 @partial(jax.jit, static_argnames="options")
@@ -71,3 +82,32 @@ def _ragged_paged_attention(
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
     return ragged_paged_attention_xla(q, kv, block_tables, query_start_loc, seq_lens, sinks, options)
+
+
+def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningConfig:
+    """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
+    kernel cannot serve."""
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
+    if kv.dtype != q.dtype:
+        raise ValueError(f"mixed attention by mosaic takes a pool of q's type {q.dtype}; got {kv.dtype}")
+    tuned = None
+    if interpret is None and (gpu := current_gpu()):
+        tuned = find_tuned("ragged_paged_attention", gpu, {"head_dim": head_dim, "block_size": block_size})
+    return MosaicTuningConfig(**tuned) if tuned else mosaic_tuning(head_dim, interpreted=interpret is not None)
+
+
+@partial(jax.jit, static_argnames=("options", "tuning", "interpret"))
+def _ragged_paged_attention_mosaic(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    tuning: MosaicTuningConfig,
+    interpret: Any,
+) -> jax.Array:
+    kernel = load_mosaic("ragged_paged_attention").ragged_paged_attention_mosaic
+    return kernel(q, kv, block_tables, query_start_loc, seq_lens, sinks, options, tuning, interpret)

@@ -21,3 +21,40 @@ class TuningConfig:
 
 CPU_TUNING = TuningConfig(tile_q=32, chunk_tokens=64, decode=CPU_DECODE_TUNING)
 GPU_TUNING = TuningConfig(tile_q=256, chunk_tokens=512, decode=GPU_DECODE_TUNING)
+
+
+@dataclass(frozen=True)
+class MosaicTuningConfig:
+    """Sizes of the Mosaic kernel."""
+
+    tile_kv: int
+    """Keys per turn: a multiple of 64 and of the block size."""
+    stages: int
+    """KV tiles in flight, at least 2."""
+    num_ctas: int = 132
+    """Programs that share the work, one per streaming multiprocessor: 132 on H100 SXM and H200."""
+    stage_p_in_smem: bool = False
+    """Probabilities reach the second product through shared memory, and its sum is added to the accumulator
+    afterwards: what the interpreter can run. Otherwise both stay in registers."""
+
+    def __post_init__(self) -> None:
+        if self.tile_kv < 64 or self.tile_kv % 64:
+            raise ValueError(f"tile_kv must be a multiple of 64; got {self.tile_kv}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be at least 2; got {self.stages}")
+        if self.num_ctas < 1:
+            raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
+
+
+def mosaic_tuning(head_dim: int, interpreted: bool = False) -> MosaicTuningConfig:
+    """128 keys a turn keep the tensor cores busy between two barriers, and leave room for two stages. At a head_dim of
+    256 a KV tile of 64 keys takes 64 KB, so turns are half as long; at 96 they are too, because shared memory of that
+    width takes many addresses, and with 128 keys registers would be spilled.
+
+    Interpreted: as small as the instructions allow, and two programs, so that tests see several of them cheaply.
+    """
+    if interpreted:
+        return MosaicTuningConfig(tile_kv=64, stages=2, num_ctas=2, stage_p_in_smem=True)
+    if head_dim == 96:
+        return MosaicTuningConfig(tile_kv=64, stages=4)
+    return MosaicTuningConfig(tile_kv=64 if head_dim > 128 else 128, stages=2)

@@ -1,10 +1,9 @@
-"""What the attention operations refuse, how implementations are chosen, and that layers share one trace."""
+"""What the attention operations refuse, and that layers share one trace."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from octavo.pallas_kernels.dispatch import select_implementation
 from octavo.pallas_kernels.paged_attention import paged_attention
 from octavo.pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
@@ -52,19 +51,9 @@ def test_bad_query_start_loc_is_named(bad):
         ragged_paged_attention(**arguments(query_start_loc=bad))
 
 
-def test_mosaic_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="mosaic"):
+def test_mosaic_refuses_what_it_cannot_serve():
+    with pytest.raises(ValueError, match="head_dim 8: the mosaic kernels take"):
         paged_attention(**arguments(implementation="mosaic"))
-    with pytest.raises(NotImplementedError, match="mosaic"):
-        select_implementation("gpu", "mosaic")
-
-
-def test_selection():
-    assert select_implementation("cpu") == "xla"
-    assert select_implementation("gpu", "auto") == "xla"
-    assert select_implementation("cpu", "xla") == "xla"
-    with pytest.raises(ValueError, match="auto, xla, mosaic; got 'cuda'"):
-        select_implementation("gpu", "cuda")
 
 
 def test_layers_share_one_trace():

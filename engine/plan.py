@@ -1,0 +1,221 @@
+"""``octavo plan``: what a model would take on a GPU that is not there, from the engine's own compiled steps."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from ..models.decoder import abstract_params, param_partition_specs
+from ..models.decoder_config import DecoderConfig
+from ..models.errors import ModelConfigError
+from ..models.loading.resolve import ResolvedModel
+from ..models.presets import PRESETS, preset_config
+from ..pallas_kernels.aot import (
+    AotUnavailableError,
+    CompileReport,
+    GpuTarget,
+    compile_program,
+    find_target,
+    target_mesh,
+)
+from ..pallas_kernels.dispatch import Choice, Device
+from .args import EngineArgs
+from .buckets import Bucket, BucketTable
+from .config import EngineConfig
+from .device_state import StateSpec, state_bytes
+from .errors import ConfigError
+from .launch import GPU_RESERVE_BYTES, Frontend, choose_attention, derive, open_model, state_spec
+from .plan_report import GIB, Floor, KernelPlan, MemoryPlan, Plan, StepPlan
+from .programs import LoadedModel, Programs
+from .step_floor import StepWork, floor_seconds
+
+logger = logging.getLogger(__name__)
+
+FLOOR_ROWS = (1, 8, 64, 256)
+FLOOR_CONTEXTS = (1024, 4096)
+TRIAL_BLOCKS = 2
+"""Pool of the first compile; temporaries do not depend on it, since the pool is updated in place."""
+
+
+class DraftEngine:
+    """An engine without weights on the mesh of described GPUs: its programs can be compiled, not run."""
+
+    def __init__(self, args: EngineArgs, target: GpuTarget, progress: Callable[[str], None] = logger.info) -> None:
+        self.target, self.progress = target, progress
+        self.num_devices = args.tensor_parallel_size
+        config = EngineConfig.from_args(replace(args, tensor_parallel_size=1))
+        config = replace(config, tensor_parallel_size=self.num_devices)
+        self.decoder, self.dtype, self.config = derive(config, _frontend(config), "gpu")
+        try:
+            self.mesh = target_mesh(target, self.num_devices)
+            device = Device.of(self.mesh.devices.flat[0])
+            self.attention: Choice = choose_attention(self.config, device, self.decoder, self.dtype)
+            graphdef, params = abstract_params(self.decoder, self.dtype, self.attention.implementation, self.mesh)
+        except (AotUnavailableError, ModelConfigError) as error:
+            raise ConfigError(str(error)) from error
+        self.params = place_params(params, param_partition_specs(self.decoder), self.mesh)
+        self.model = LoadedModel(graphdef, self.params, self.mesh)
+        self.buckets = BucketTable(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+
+    def state_spec(self, num_blocks: int) -> StateSpec:
+        return state_spec(self.config, self.decoder, self.dtype, num_blocks)
+
+    def compile(self, bucket: Bucket, num_blocks: int) -> CompileReport:
+        """One step over a pool of ``num_blocks`` blocks."""
+        self.progress(f"compiling {bucket} for {self.target.title}")
+        spec = self.state_spec(num_blocks)
+        programs = Programs(self.config, self.model, spec, self.buckets)
+        return compile_program(partial(programs.lower_step, bucket), programs.compiler_options)
+
+    def pool_bytes(self, num_blocks: int) -> int:
+        """Of one device."""
+        return self.state_spec(num_blocks).kv.bytes_per_block * num_blocks // self.num_devices
+
+    def step_plan(self, bucket: Bucket, report: CompileReport) -> StepPlan:
+        kernels = tuple(KernelPlan(k.name, k.registers, k.spill_bytes, k.shared_bytes) for k in report.kernels)
+        return StepPlan(
+            name=str(bucket),
+            temp_bytes=report.temp_bytes,
+            launches=sum(report.launches.values()),
+            launches_per_layer=report.launches_in("_run_layer") / self.decoder.num_layers,
+            command_buffers=report.command_buffers,
+            loose_launches=len(report.launches_outside_command_buffers),
+            kernels=kernels,
+        )
+
+    def memory(self, temporaries: int) -> MemoryPlan:
+        small = self.state_spec(TRIAL_BLOCKS)
+        return MemoryPlan(
+            device=self.target.memory_bytes,
+            usable=int(self.target.memory_bytes * self.config.cache.gpu_memory_utilization),
+            weights=sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(self.params)),
+            state=state_bytes(small),
+            temporaries=temporaries,
+            reserve=GPU_RESERVE_BYTES,
+            block=small.kv.bytes_per_block // self.num_devices,
+        )
+
+
+def make_plan(args: EngineArgs, target_name: str, progress: Callable[[str], None] = logger.info) -> Plan:
+    """Compiles the largest decode and mixed steps of the model for the target and works out what fits.
+
+    ``args.model`` is a folder with a config.json, a GGUF file or a name in ``models.presets``; no weights are read.
+    Raises ConfigError for options that cannot be served, and where the CUDA plug-in is missing.
+    """
+    jax.config.update("jax_platforms", "cpu")  # nothing here may take a GPU that is in use
+    try:
+        target = find_target(target_name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    draft = DraftEngine(args, target, progress)
+    mixed_bucket, decode_bucket = max(draft.buckets.mixed), max(draft.buckets.decode)
+    mixed = draft.compile(mixed_bucket, TRIAL_BLOCKS)
+    memory = draft.memory(mixed.temp_bytes)
+    cache = draft.config.cache
+    num_blocks = cache.num_blocks or (cache.memory_bytes or max(memory.pool, 0)) // memory.block
+    draft.config, problem = _fit(draft.config, memory, num_blocks)
+    config = draft.config
+    decode = draft.compile(decode_bucket, max(num_blocks, TRIAL_BLOCKS))
+    work = step_work(draft.decoder, draft.params, memory.block // config.block_size)
+    return Plan(
+        model=args.model or draft.config.served_model_names[0],
+        target=target.title,
+        rates=f"{target.bytes_per_s / 1e12:g} TB/s, {target.flops_per_s / 1e12:g} TFLOP/s; {target.rates_from}",
+        num_devices=draft.num_devices,
+        dtype=draft.dtype.name,
+        attention=f"{draft.attention.implementation} ({draft.attention.reason})",
+        memory=memory,
+        num_blocks=num_blocks if num_blocks >= 2 else 0,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        steps=(draft.step_plan(decode_bucket, decode), draft.step_plan(mixed_bucket, mixed)),
+        problem=problem,
+        **_floors(config, work, target, num_blocks),
+    )
+
+
+def step_work(decoder: DecoderConfig, params: Any, kv_token_bytes: int) -> StepWork:
+    """The work of a step on one device; ``params`` is placed, ``kv_token_bytes`` is of all layers."""
+    embed = params["embed"]["weight"]
+    head = embed if decoder.tie_embeddings else params["head"]["weight"]
+    tables = {"embed", "head"}
+    layers = [leaf for name, part in params.items() if name not in tables for leaf in jax.tree.leaves(part)]
+    return StepWork(
+        weight_bytes=sum(_shard_bytes(leaf) for leaf in [*layers, head]),
+        layer_params=sum(_shard_size(leaf) for leaf in layers if len(leaf.shape) == 2),
+        head_params=_shard_size(head),
+        kv_bytes=kv_token_bytes // decoder.num_layers,
+        query_size=decoder.q_size // head.sharding.mesh.size,
+        windows=tuple(layer.window for layer in decoder.layers),
+    )
+
+
+def _floors(config: EngineConfig, work: StepWork, target: GpuTarget, num_blocks: int) -> dict[str, Any]:
+    floors = []
+    contexts = [context for context in FLOOR_CONTEXTS if context <= config.max_model_len] or [config.max_model_len]
+    for context in contexts:
+        for rows in sorted({rows for rows in FLOOR_ROWS if rows < config.max_num_seqs} | {config.max_num_seqs}):
+            seconds = floor_seconds(
+                work.decode_bytes(rows, context),
+                work.decode_flops(rows, context),
+                target.bytes_per_s,
+                target.flops_per_s,
+            )
+            blocks = rows * -(-context // config.block_size)
+            floors.append(Floor(rows, context, seconds, fits=blocks < num_blocks))
+    prefill = floor_seconds(
+        work.weight_bytes,
+        work.prefill_flops(config.max_num_batched_tokens),
+        target.bytes_per_s,
+        target.flops_per_s,
+    )
+    return {"floors": tuple(floors), "prefill_seconds": prefill}
+
+
+def _fit(config: EngineConfig, memory: MemoryPlan, num_blocks: int) -> tuple[EngineConfig, str | None]:
+    pool = num_blocks * memory.block
+    if pool > max(memory.pool, 0) or memory.pool < 0:
+        excess = (max(pool, 0) - memory.pool) / GIB
+        return config, f"weights, state, temporaries and KV pool take {excess:.2f} GiB more than may be used"
+    try:
+        return config.with_pool(num_blocks), None
+    except ConfigError as error:
+        return config, str(error)
+
+
+def _frontend(config: EngineConfig) -> Frontend:
+    name = config.model.model
+    if name is not None and name in PRESETS:
+        return Frontend(ResolvedModel(Path(name), "dummy", preset_config(name, config.model.hf_overrides)), None)
+    shapes_only = replace(config, model=replace(config.model, load_format="dummy"))
+    return open_model(shapes_only, skip_tokenizer=True)
+
+
+def place_params(params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Abstract parameters with their shardings over ``mesh``."""
+
+    def place(leaf: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, params, specs)
+
+
+def _shard_size(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return prod(leaf.sharding.shard_shape(leaf.shape))
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return _shard_size(leaf) * jnp.dtype(leaf.dtype).itemsize
+
+
+__all__ = ["DraftEngine", "make_plan", "place_params", "step_work"]

@@ -1,0 +1,159 @@
+"""What ``octavo plan`` found, and how it says it. No jax here."""
+
+from dataclasses import dataclass
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One of our GPU kernels in a step."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One compiled step; bytes are of one device."""
+
+    name: str
+    """As ``decode[256x256]``: tokens and rows."""
+    temp_bytes: int
+    launches: int
+    """A loop's body counted once."""
+    launches_per_layer: float
+    command_buffers: int
+    loose_launches: int
+    """Not in a command buffer."""
+    kernels: tuple[KernelPlan, ...]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time of a decode step."""
+
+    num_rows: int
+    context: int
+    seconds: float
+    fits: bool
+    """The rows' blocks are in the pool."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_rows / self.seconds
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where a device's memory goes, in bytes."""
+
+    device: int
+    usable: int
+    """What the engine is allowed of it."""
+    weights: int
+    state: int
+    temporaries: int
+    reserve: int
+    """Left to CUDA graphs and libraries."""
+    block: int
+    """One KV block of all layers, this device's heads."""
+
+    @property
+    def pool(self) -> int:
+        """What is left for KV blocks; negative if the rest alone is too much."""
+        return self.usable - self.weights - self.state - self.temporaries - self.reserve
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that ``octavo plan`` prints."""
+
+    model: str
+    target: str
+    rates: str
+    num_devices: int
+    dtype: str
+    attention: str
+    memory: MemoryPlan
+    num_blocks: int
+    """The null block included; 0 if there is no room."""
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    steps: tuple[StepPlan, ...]
+    floors: tuple[Floor, ...]
+    prefill_seconds: float
+    """Floor of a prompt of max_num_batched_tokens tokens in one step."""
+    problem: str | None = None
+    """Why it does not fit; None if it does."""
+
+    def sequences(self, length: int) -> int:
+        """How many sequences of ``length`` tokens the pool holds at once."""
+        return max(self.num_blocks - 1, 0) // -(-length // self.block_size)
+
+
+def format_plan(plan: Plan) -> str:
+    """The plan as text for a terminal."""
+    devices = "" if plan.num_devices == 1 else f" x {plan.num_devices} (bytes below are of each)"
+    lines = [
+        f"{plan.model} in {plan.dtype} on {plan.target}{devices}",
+        f"attention: {plan.attention}",
+        "",
+        *_memory_lines(plan),
+        "",
+        *(line for step in plan.steps for line in _step_lines(step)),
+        *_floor_lines(plan),
+        "",
+        "It does not fit: " + plan.problem if plan.problem else "It fits.",
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    memory = plan.memory
+    parts = [
+        ("device memory", memory.device),
+        ("of it usable", memory.usable),
+        ("weights", memory.weights),
+        ("rows' state", memory.state),
+        ("temporaries", memory.temporaries),
+        ("kept free", memory.reserve),
+        ("KV pool", max(memory.pool, 0)),
+    ]
+    lines = [f"{name:<16}{count / GIB:10.2f} GiB" for name, count in parts]
+    blocks = max(plan.num_blocks - 1, 0)
+    lines.append(f"{'':<16}{blocks:10,} blocks of {plan.block_size} tokens = {blocks * plan.block_size:,} tokens")
+    lengths = sorted({length for length in (1024, 4096, 16384) if length < plan.max_model_len} | {plan.max_model_len})
+    held = ", ".join(f"{plan.sequences(length):,} of {length:,} tokens" for length in lengths)
+    return [*lines, f"sequences that fit at once: {held} (a step takes up to {plan.max_num_seqs})"]
+
+
+def _step_lines(step: StepPlan) -> list[str]:
+    loose = "" if not step.loose_launches else f", {step.loose_launches} launches outside"
+    lines = [
+        f"{step.name}: temporaries {step.temp_bytes / 1e6:.0f} MB, {step.launches} launches "
+        f"({step.launches_per_layer:.1f} a layer), command buffers: {step.command_buffers}{loose}"
+    ]
+    for kernel in step.kernels:
+        lines.append(
+            f"  kernel {kernel.name}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled, "
+            f"{kernel.shared_bytes / 1024:.0f} KiB of shared memory"
+        )
+    return lines
+
+
+def _floor_lines(plan: Plan) -> list[str]:
+    lines = ["", f"floor of a decode step ({plan.rates})", f"{'rows':>8}{'context':>10}{'ms':>10}{'tokens/s':>12}"]
+    for floor in plan.floors:
+        note = "" if floor.fits else "  more than the pool holds"
+        lines.append(
+            f"{floor.num_rows:8}{floor.context:10,}{floor.seconds * 1e3:10.2f}{floor.tokens_per_s:12,.0f}{note}"
+        )
+    lines.append(
+        f"floor of a prompt of {plan.max_num_batched_tokens:,} tokens in one step: {plan.prefill_seconds * 1e3:.1f} ms"
+    )
+    return lines

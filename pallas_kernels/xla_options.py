@@ -1,0 +1,23 @@
+"""XLA's options for the programs of a step."""
+
+from .compat import MOSAIC_SINCE, jax_version
+
+_CAPTURED = ("CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION")
+"""What XLA captures into command buffers anyway, in the versions of JAX that the options below are for."""
+
+
+def step_compiler_options(platform: str) -> dict[str, str | bool]:
+    """Options for ``jax.stages.Lowered.compile`` on ``platform`` ("cpu", "gpu").
+
+    On a GPU loops are captured too: the threshold search of the sampler and the plain JAX attention loop over keys
+    would otherwise cut a step into dozens of command buffers. It is what the flag
+    ``--xla_gpu_enable_command_buffer=+WHILE`` does, but as an option of the program: a name that XLA does not know
+    raises an error instead of ending the process, and it works in a process whose backend has started already.
+    The option replaces the list, so the kinds are spelled out; older versions of JAX keep their own list.
+    """
+    if platform != "gpu" or jax_version() < MOSAIC_SINCE:
+        return {}
+    kinds = {*_CAPTURED, "WHILE"}
+    if jax_version() >= (0, 12):
+        kinds.add("COLLECTIVES_KERNEL")
+    return {"xla_gpu_enable_command_buffer": ",".join(sorted(kinds))}

@@ -1,0 +1,91 @@
+"""The decode kernel compiled for an H200 at the shapes of real models; runs no kernel and needs no GPU."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from octavo.pallas_kernels.aot import CompileReport, aot_missing, compile_for
+from octavo.pallas_kernels.compat import mosaic_missing
+from octavo.pallas_kernels.paged_attention import paged_attention
+
+if reason := mosaic_missing() or aot_missing():
+    pytest.skip(reason, allow_module_level=True)
+
+SHARED_MEMORY, RESERVED, REGISTERS = 228 * 1024, 1024, 65536
+"""Of a multiprocessor on Hopper: bytes in all, bytes that the system takes for each thread block, registers."""
+ROWS, MAX_BLOCKS, NUM_BLOCKS = 64, 512, 20_000
+SHAPES = {
+    "llama-3-8b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "qwen2.5-7b": {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
+    "qwen3-0.6b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 64},
+    "mistral-7b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 32, "window": 4096},
+    "gemma-2-9b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "window": 4096, "softcap": 50.0},
+    "gpt-oss-20b": {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
+    "llama-3-8b, float8 pool": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "kv_dtype": jnp.float8_e4m3fn},
+    "gemma-2-9b, float8 pool": {
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 256,
+        "softcap": 50.0,
+        "kv_dtype": jnp.float8_e4m3fn,
+    },
+    "phi-3-mini": {"num_heads": 32, "num_kv_heads": 32, "head_dim": 96, "block_size": 32, "dtype": jnp.float16},
+}
+
+
+def attend(num_layers: int, arrays: dict, **options) -> jax.Array:
+    """``num_layers`` layers that read the same pool."""
+    q = arrays["q"]
+    for _ in range(num_layers):
+        q = paged_attention(
+            q,
+            *(arrays[name] for name in ("kv", "tables", "lens")),
+            sinks=arrays.get("sinks"),
+            **options,
+            **arrays.get("scales", {}),
+            implementation="mosaic",
+        )
+    return q
+
+
+@cache
+def report(model: str, num_layers: int = 1) -> CompileReport:
+    shape = {"block_size": 16, "dtype": jnp.bfloat16, "has_sinks": False, **SHAPES[model]}
+    num_heads, head_dim, dtype = shape["num_heads"], shape["head_dim"], shape["dtype"]
+    pool = (NUM_BLOCKS, 2, shape["num_kv_heads"], shape["block_size"], head_dim)
+    arrays = {
+        "q": jax.ShapeDtypeStruct((ROWS, num_heads, head_dim), dtype),
+        "kv": jax.ShapeDtypeStruct(pool, shape.get("kv_dtype", dtype)),
+        "tables": jax.ShapeDtypeStruct((ROWS, MAX_BLOCKS), jnp.int32),
+        "lens": jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+    }
+    if shape["has_sinks"]:
+        arrays["sinks"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+    if "kv_dtype" in shape:
+        arrays["scales"] = dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((), jnp.float32))
+    options = {"scale": head_dim**-0.5, "window": shape.get("window"), "softcap": shape.get("softcap")}
+    return compile_for("h200", partial(attend, num_layers, **options), arrays)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_kernels_fit_the_gpu(model):
+    """No registers spilled, tensor cores and TMA used, shared memory within the limit, and for heads of up to 128
+    columns two thread blocks at once on a multiprocessor."""
+    # The combine is listed for the first model of a shape only: JAX compiles a kernel once.
+    kernels = {kernel.name.rstrip("_0123456789"): kernel for kernel in report(model).kernels}
+    attention = kernels["paged_attention"]
+    assert attention.uses("wgmma.mma_async")
+    assert attention.uses("cp.async.bulk.tensor")
+    assert all(kernel.spill_bytes == 0 for kernel in kernels.values())
+    at_once = 2 if SHAPES[model]["head_dim"] <= 128 else 1
+    assert at_once * (attention.shared_bytes + RESERVED) <= SHARED_MEMORY
+    assert at_once * attention.registers * 128 <= REGISTERS
+
+
+def test_layers_share_one_work_list():
+    """A second layer costs its two kernels and the padding of its queries; the work list is computed once."""
+    one, two = report("qwen2.5-7b"), report("qwen2.5-7b", num_layers=2)
+    assert len(two.instructions) - len(one.instructions) == 3
+    assert len(one.instructions) <= 9
