@@ -1,12 +1,11 @@
 """The engine's boundary: what goes in and what comes out, as serialisable messages.
 
-Everything here can be encoded with msgspec, so that the core can run in a thread or in
-a process of its own without the callers noticing.
+Plain dataclasses, which msgspec can encode: the core runs in a thread or in a process of its
+own without the callers noticing, and needs no codec of its own.
 """
 
 import enum
-
-import msgspec
+from dataclasses import dataclass
 
 from .sampling_params import SamplingParams
 
@@ -20,7 +19,8 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
     """A request as the core takes it: validated, tokenised. ``sampling_params.n`` choices come of it."""
 
     request_id: str
@@ -36,7 +36,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
-class SampledLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledLogprobs:
     """Log-probabilities at one position: of the token itself, then of the best ones, best first."""
 
     token_id: int
@@ -46,7 +47,8 @@ class SampledLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: list[float]
 
 
-class RequestTiming(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class RequestTiming:
     """Times of one choice, in seconds of ``time.monotonic()``; 0.0 where it has not happened."""
 
     arrival_time_s: float = 0.0
@@ -57,7 +59,8 @@ class RequestTiming(msgspec.Struct, kw_only=True):
     num_preemptions: int = 0
 
 
-class ChoiceOutput(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class ChoiceOutput:
     """One choice's news of one step."""
 
     request_id: str
@@ -75,7 +78,8 @@ class ChoiceOutput(msgspec.Struct, kw_only=True):
     """With ``FinishReason.ERROR``: what went wrong, for the caller."""
 
 
-class StepStats(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class StepStats:
     """Figures of the core after one step; counters are totals since the start."""
 
     num_running: int = 0
@@ -95,14 +99,16 @@ class StepStats(msgspec.Struct, kw_only=True):
     compiles_after_ready_total: int = 0
 
 
-class StepOutputs(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class StepOutputs:
     """All that one step has to say: one message a step."""
 
     outputs: list[ChoiceOutput]
     stats: StepStats
 
 
-class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
     """Ends a request, or one choice of it, wherever it is; unknown ids are ignored."""
 
     request_id: str

@@ -2,9 +2,8 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-
-import msgspec
-from msgspec.structs import force_setattr
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .errors import RequestError
 
@@ -33,7 +32,8 @@ class OutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
     """Sampling options of one request; names and defaults as in vLLM, checked on construction.
 
     Raises RequestError naming the field. Types are exact: a bool is no number and 2.0 is no
@@ -70,13 +70,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_numbers(self)
         _check_lengths(self)
         _check_bools(self)
-        force_setattr(self, "stop", _normalise_stop(self.stop))
-        force_setattr(self, "stop_token_ids", _normalise_ids(self.stop_token_ids))
-        force_setattr(self, "logit_bias", _normalise_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _normalise_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _normalise_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _normalise_bias(self.logit_bias))
         if not isinstance(self.output_kind, OutputKind):
             raise RequestError(f"output_kind must be an OutputKind, got {_shown(self.output_kind)}", "output_kind")
         if self.top_k < 0:
-            force_setattr(self, "top_k", 0)
+            object.__setattr__(self, "top_k", 0)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", "stop")
 
@@ -88,9 +88,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def uses_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def clone(self, **changes: object) -> "SamplingParams":
+    def clone(self, **changes: Any) -> "SamplingParams":
         """A copy with ``changes`` applied and checked again."""
-        return msgspec.structs.replace(self, **changes)
+        return replace(self, **changes)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuses ids outside the vocabulary; the device would clamp or drop them in silence."""
@@ -123,7 +123,7 @@ def _number(params: SamplingParams, name: str, low: float, high: float, *, open_
     if not (low < value <= high if open_low else low <= value <= high):
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
         raise RequestError(f"{name} must be in {bounds}, got {_shown(value)}", name)
-    force_setattr(params, name, float(value))
+    object.__setattr__(params, name, float(value))
 
 
 def _integer(params: SamplingParams, name: str, low: int, high: int, *, optional: bool = False) -> None:
