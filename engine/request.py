@@ -34,6 +34,7 @@ class Request:
         "num_published_blocks",
         "prompt_logprobs",
         "prompt_logprobs_sent",
+        "queue_key",
         "row",
         "seed",
         "source",
@@ -43,12 +44,14 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, source: EngineRequest, index: int, seed: int) -> None:
+    def __init__(self, source: EngineRequest, index: int, seed: int, arrival: int = 0) -> None:
         self.source = source
         self.index = index
         """The choice, 0..n-1."""
         self.seed = seed
         """64 bits, given or drawn."""
+        self.queue_key = (source.priority, arrival, index)
+        """The lower, the earlier it runs and the later it is preempted; ``arrival`` counts the engine's requests."""
         self.token_ids = list(source.prompt_token_ids)
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.num_computed_tokens = 0

@@ -6,8 +6,10 @@ one token behind, a chunked prefill one that is many behind, a resumed one likew
 """
 
 import time
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Iterator
+from operator import attrgetter
 
 from .admission import check_fits
 from .block_pool import Block
@@ -16,32 +18,41 @@ from .kv_cache_manager import KVCacheManager
 from .messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason
 from .request import Request, RequestStatus
 from .request_outputs import choice_output, sampled_logprobs
+from .request_queue import make_queue
 from .scheduler_output import SampledRows, ScheduledRow, SchedulerOutput
 
 
 class Scheduler:
-    """First come, first served, over one token budget; preemption frees blocks and recomputes.
+    """First come, first served (or by priority), over one token budget; preemption frees blocks and recomputes.
 
-    The oldest running request is never preempted for a younger one, and alone it always fits
+    The first running request is never preempted for a later one, and alone it always fits
     (``check_admissible``), so there is always progress.
     """
 
     def __init__(
-        self, kv: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, seed: int = 0
+        self,
+        kv: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        seed: int = 0,
+        policy: str = "fcfs",
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.waiting: deque[Request] = deque()
+        self.waiting = make_queue(policy)
         self.running: list[Request] = []
-        """In the order of admission, oldest first."""
+        """By ``queue_key``: the most urgent and oldest first."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._choices: dict[str, OrderedDict[int, Request]] = {}
         """Live choices by request id."""
         self._forking: dict[str, list[Request]] = {}
         """Choices that wait for choice 0's prompt, by request id."""
         self._seeds = _seed_stream(seed)
+        self._num_arrivals = 0
         self.num_preemptions_total = 0
         self.prompt_tokens_total = 0
         self.prompt_tokens_computed_total = 0
@@ -80,10 +91,13 @@ class Scheduler:
         self.check_admissible(source)
         base = source.sampling_params.seed
         base = next(self._seeds) if base is None else base & (2**64 - 1)
-        choices = OrderedDict((i, Request(source, i, base)) for i in range(source.sampling_params.n))
+        self._num_arrivals += 1
+        choices = OrderedDict(
+            (i, Request(source, i, base, self._num_arrivals)) for i in range(source.sampling_params.n)
+        )
         self._choices[source.request_id] = choices
         first, *others = choices.values()
-        self.waiting.append(first)
+        self.waiting.push(first)
         if others:
             self._forking[source.request_id] = others
             for choice in others:
@@ -186,14 +200,14 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: SchedulerOutput) -> None:
         while self.waiting and self._free_rows and plan.num_tokens < self.max_num_batched_tokens:
-            request = self.waiting[0]
+            request = self.waiting.first()
             cached = self.kv.find_cached_blocks(request)
             num_cached = len(cached) * self.kv.block_size
             count = min(request.num_tokens - num_cached, self.max_num_batched_tokens - plan.num_tokens)
             added = self.kv.allocate_slots(request, count, cached, headroom=self._headroom(request, num_cached + count))
             if added is None:
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             self.kv.count_lookup(request.num_tokens, num_cached)
             if request.admissions == 0:
                 request.num_cached_tokens = num_cached
@@ -301,7 +315,7 @@ class Scheduler:
     def _run(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
         request.row = self._free_rows.pop()
-        self.running.append(request)
+        insort(self.running, request, key=attrgetter("queue_key"))
 
     def _release(self, request: Request) -> None:
         self._free_rows.append(request.row)
@@ -310,19 +324,19 @@ class Scheduler:
         request.num_computed_tokens = 0
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue; what the cache still has when it resumes is not recomputed."""
+        """Back to the front of its class; what the cache still has when it resumes is not recomputed."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         request.timing.num_preemptions += 1
         self.num_preemptions_total += 1
-        self.waiting.appendleft(request)
+        self.waiting.requeue(request)
 
     def _release_forks(self, request_id: str) -> None:
         """Choices that could not fork become ordinary waiting requests; the prefix cache, if on, has their prompt."""
         for choice in reversed(self._forking.pop(request_id, [])):
             choice.status = RequestStatus.WAITING
-            self.waiting.appendleft(choice)
+            self.waiting.requeue(choice)
 
     def check_integrity(self) -> None:
         """Asserts that rows, queues and blocks add up (rules R12 and R13)."""
