@@ -3,6 +3,7 @@
 import importlib
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,9 @@ Implementation = Literal["xla", "mosaic"]
 
 FIRST_MOSAIC_CAPABILITY = (9, 0)
 """Compute capability of Hopper: TMA and wgmma, which the kernels are written in."""
+MIN_INTERPRETER_THREADS = 4
+"""XLA threads that the interpreter must find on a CPU: one each for the three warpgroups of the mixed kernel, which
+wait for each other, and one for the program that calls it. With fewer it waits for ever."""
 MAX_GROUP = 16
 MOSAIC_HEAD_DIMS = (64, 96, 128, 256)
 MOSAIC_BLOCK_SIZES = (16, 32, 64)
@@ -41,10 +45,14 @@ class Device:
     """As JAX says: "cpu", "gpu", …"""
     compute_capability: tuple[int, int] | None = None
     """Of an NVIDIA GPU."""
+    cpu_threads: int | None = None
+    """Of a CPU: the threads that XLA runs programs on; None if unknown."""
 
     @classmethod
     def of(cls, device: Any) -> "Device":
         """From a ``jax.Device``."""
+        if device.platform == "cpu":
+            return cls("cpu", cpu_threads=xla_cpu_threads())
         capability = getattr(device, "compute_capability", None)
         numbers = str(capability).split(".") if capability else []
         known = len(numbers) == 2 and all(number.isdecimal() for number in numbers)
@@ -101,11 +109,30 @@ def mosaic_obstacle(device: Device, shape: AttentionShape) -> str | None:
             return f"the kernels need a GPU of compute capability 9.0 or later, this is {found}"
     elif device.platform != "cpu":
         return f"the kernels are for NVIDIA GPUs, not for {device.platform}"
+    elif device.cpu_threads is not None and device.cpu_threads < MIN_INTERPRETER_THREADS:
+        return (
+            f"interpreted on a CPU the kernels need {MIN_INTERPRETER_THREADS} threads of XLA and this process has "
+            f"{device.cpu_threads}, which would wait for each other for ever; start it with the environment variable "
+            f"NPROC={MIN_INTERPRETER_THREADS}"
+        )
     try:
         check_mosaic_shapes(shape)
     except ValueError as error:
         return str(error)
     return None
+
+
+def xla_cpu_threads() -> int | None:
+    """The threads that XLA runs programs on in this process, once JAX has started its CPU backend; None if unknown.
+
+    JAX has no question for it. As many as cores, or as ``NPROC`` said when the backend started; so the threads are
+    counted where Linux lists them, which is right however they came to be.
+    """
+    try:
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    except OSError:  # not Linux, or a thread that ended meanwhile
+        return None
+    return names.count("tf_XLAEigen") or None
 
 
 def check_mosaic_shapes(shape: AttentionShape) -> None:

@@ -1,6 +1,7 @@
 """Which implementation of attention is chosen, and what the Mosaic kernels refuse by name."""
 
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -70,6 +71,27 @@ def test_a_cpu_runs_xla_and_interprets_mosaic_when_asked(monkeypatch, caplog):
     assert (choice.implementation, choice.interpret) == ("mosaic", "interpreter")
     assert "interpreted on a CPU" in caplog.text
     assert select_implementation(HOPPER, LLAMA_8B, "mosaic").interpret is None
+
+
+@pytest.mark.parametrize(("threads", "refused"), [(1, True), (3, True), (4, False), (None, False)])
+def test_an_interpreter_that_would_wait_for_ever_is_refused(threads, refused, monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_interpreter", lambda: "interpreter")
+    device = Device("cpu", cpu_threads=threads)
+    assert select_implementation(device, LLAMA_8B).implementation == "xla"
+    if refused:
+        with pytest.raises(ValueError, match=rf"'mosaic' cannot be used: .*need 4 threads .*has {threads}.*NPROC=4"):
+            select_implementation(device, LLAMA_8B, "mosaic")
+    else:
+        assert select_implementation(device, LLAMA_8B, "mosaic").interpret == "interpreter"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize("number", [2, 5])
+def test_threads_of_xla_are_counted(number):
+    script = "import jax; from octavo.pallas_kernels.dispatch import Device; print(Device.of(jax.devices()[0]))"
+    env = {**os.environ, "NPROC": str(number)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, timeout=120, capture_output=True, text=True)
+    assert f"cpu_threads={number})" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
