@@ -3,12 +3,23 @@
 import zlib
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
+
+from ..decoder_config import DecoderConfig
+from .targets import param_targets
 
 _STD = 0.02
+
+
+def dummy_params(config: DecoderConfig, *, dtype: jax.typing.DTypeLike, mesh: Mesh) -> Any:
+    """All parameters of a decoder, as ``loader.load_params`` returns them; needs no reader of any file format."""
+    targets, treedef = param_targets(config, dtype, mesh)
+    unit = 0.0 if config.norm_plus_one else 1.0
+    return treedef.unflatten([dummy_array(name, *target, norm_weight=unit) for name, target in targets.items()])
 
 
 def dummy_array(name: str, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, *, norm_weight: float) -> jax.Array:

@@ -10,24 +10,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..architectures.base import Architecture, WeightMapping
-from ..decoder import TP_AXIS, abstract_params, param_partition_specs
+from ..decoder import TP_AXIS
 from ..decoder_config import DecoderConfig
-from .dummy import dummy_array
+from .dummy import dummy_params
 from .errors import LoadError, name_list
 from .gguf_source import GGUFSource
 from .resolve import ResolvedModel, WeightFormat, resolve_model
 from .safetensors_source import SafetensorsSource
 from .source import WeightSource
+from .targets import Target, param_targets
 
 _CHUNK_ELEMENTS = 1 << 17
 """What one thread converts at a time: the temporaries of dequantising stay in cache, and every core is busy."""
 _MAX_THREADS = 8
-
-Target = tuple[jax.ShapeDtypeStruct, NamedSharding]
 
 
 def load_params(
@@ -46,27 +45,15 @@ def load_params(
     at most two open files. ``progress`` shows a bar of bytes on standard error. Raises LoadError before anything is
     read if a tensor is missing, unexpected, or of another shape or dtype than the model's.
     """
-    _, abstract = abstract_params(decoder_config, dtype)
-    targets, treedef = _targets(abstract, param_partition_specs(decoder_config), mesh)
     if load_format == "dummy":
-        unit = 0.0 if decoder_config.norm_plus_one else 1.0
-        return treedef.unflatten([dummy_array(name, *target, norm_weight=unit) for name, target in targets.items()])
+        return dummy_params(decoder_config, dtype=dtype, mesh=mesh)
+    targets, treedef = param_targets(decoder_config, dtype, mesh)
     mappings = architecture.weight_mappings(decoder_config)
     _check_mappings(mappings, targets, architecture.name)
     with closing(_open(model_path, load_format, mappings)) as source:
         _check_tensors(source, mappings, architecture.ignorable_names(decoder_config), model_path)
         arrays = _read(source, mappings, targets, progress)
     return treedef.unflatten([arrays[name] for name in targets])
-
-
-def _targets(abstract: Any, specs: Any, mesh: Mesh) -> tuple[dict[str, Target], jax.tree_util.PyTreeDef]:
-    """Dotted path -> shape, dtype and sharding, in the tree's order of leaves."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-    flat_specs = jax.tree_util.tree_leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): (leaf, NamedSharding(mesh, spec))
-        for (path, leaf), spec in zip(leaves, flat_specs, strict=True)
-    }, treedef
 
 
 def _open(path: Path, load_format: WeightFormat, mappings: list[WeightMapping]) -> WeightSource:
