@@ -4,16 +4,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ..models.decoder import abstract_params, param_partition_specs
-from ..models.decoder_config import DecoderConfig
 from ..models.errors import ModelConfigError
 from ..models.loading.resolve import ResolvedModel
 from ..models.presets import PRESETS, preset_config
@@ -35,6 +32,7 @@ from .launch import GPU_RESERVE_BYTES, Frontend, choose_attention, derive, open_
 from .plan_report import GIB, Floor, KernelPlan, MemoryPlan, Plan, StepPlan
 from .programs import LoadedModel, Programs
 from .step_floor import StepWork, floor_seconds
+from .step_work import shard_bytes, step_work
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +93,7 @@ class DraftEngine:
         return MemoryPlan(
             device=self.target.memory_bytes,
             usable=int(self.target.memory_bytes * self.config.cache.gpu_memory_utilization),
-            weights=sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(self.params)),
+            weights=sum(shard_bytes(leaf) for leaf in jax.tree.leaves(self.params)),
             state=state_bytes(small),
             temporaries=temporaries,
             reserve=GPU_RESERVE_BYTES,
@@ -140,22 +138,6 @@ def make_plan(args: EngineArgs, target_name: str, progress: Callable[[str], None
         steps=(draft.step_plan(decode_bucket, decode), draft.step_plan(mixed_bucket, mixed)),
         problem=problem,
         **_floors(config, work, target, num_blocks),
-    )
-
-
-def step_work(decoder: DecoderConfig, params: Any, kv_token_bytes: int) -> StepWork:
-    """The work of a step on one device; ``params`` is placed, ``kv_token_bytes`` is of all layers."""
-    embed = params["embed"]["weight"]
-    head = embed if decoder.tie_embeddings else params["head"]["weight"]
-    tables = {"embed", "head"}
-    layers = [leaf for name, part in params.items() if name not in tables for leaf in jax.tree.leaves(part)]
-    return StepWork(
-        weight_bytes=sum(_shard_bytes(leaf) for leaf in [*layers, head]),
-        layer_params=sum(_shard_size(leaf) for leaf in layers if len(leaf.shape) == 2),
-        head_params=_shard_size(head),
-        kv_bytes=kv_token_bytes // decoder.num_layers,
-        query_size=decoder.q_size // head.sharding.mesh.size,
-        windows=tuple(layer.window for layer in decoder.layers),
     )
 
 
@@ -207,15 +189,6 @@ def place_params(params: Any, specs: Any, mesh: Mesh) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, params, specs)
-
-
-def _shard_size(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None
-    return prod(leaf.sharding.shard_shape(leaf.shape))
-
-
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return _shard_size(leaf) * jnp.dtype(leaf.dtype).itemsize
 
 
 __all__ = ["DraftEngine", "make_plan", "place_params", "step_work"]

@@ -28,6 +28,7 @@ DEVICE_HALF = {
     "plan",
     "programs",
     "step",
+    "step_work",
     "warmup",
     "llm",
     "async_llm",

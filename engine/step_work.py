@@ -1,0 +1,40 @@
+"""A model's parameters, placed on their devices -> the work of a step, for ``step_floor``."""
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..models.decoder_config import DecoderConfig
+from .step_floor import StepWork
+
+Leaf = jax.Array | jax.ShapeDtypeStruct
+
+
+def step_work(decoder: DecoderConfig, params: Any, kv_token_bytes: int) -> StepWork:
+    """The work of a step on one device; ``params`` is placed (arrays or shapes with shardings), ``kv_token_bytes`` is
+    of all layers."""
+    embed = params["embed"]["weight"]
+    head = embed if decoder.tie_embeddings else params["head"]["weight"]
+    tables = {"embed", "head"}
+    layers = [leaf for name, part in params.items() if name not in tables for leaf in jax.tree.leaves(part)]
+    return StepWork(
+        weight_bytes=sum(shard_bytes(leaf) for leaf in [*layers, head]),
+        layer_params=sum(shard_size(leaf) for leaf in layers if len(leaf.shape) == 2),
+        head_params=shard_size(head),
+        kv_bytes=kv_token_bytes // decoder.num_layers,
+        query_size=decoder.q_size // head.sharding.mesh.size,
+        windows=tuple(layer.window for layer in decoder.layers),
+    )
+
+
+def shard_size(leaf: Leaf) -> int:
+    """Numbers of a placed leaf on one device."""
+    assert leaf.sharding is not None
+    return prod(leaf.sharding.shard_shape(leaf.shape))
+
+
+def shard_bytes(leaf: Leaf) -> int:
+    """Bytes of a placed leaf on one device."""
+    return shard_size(leaf) * jnp.dtype(leaf.dtype).itemsize
