@@ -126,7 +126,7 @@ class AsyncLLM:
         """Outputs of one request, as ``sampling_params.output_kind`` says; leaving the iterator early aborts.
 
         ``request_id`` is the caller's label, unique among open requests. Raises RequestError for
-        what cannot be served and EngineDeadError when the engine ends.
+        what cannot be served, QueueFullError when too many wait, and EngineDeadError when the engine ends.
         """
         core = self._running_core()
         if not isinstance(sampling_params, SamplingParams):
@@ -258,6 +258,9 @@ class AsyncLLM:
             return
         for abort in processed.aborts:
             self._tell_core(abort)
+        for request_id, refusal in processed.refusals.items():
+            if (refused := self._collectors.get(request_id)) is not None:
+                refused.fail(refusal)
         for output in processed.request_outputs:
             collector = self._collectors.get(output.request_id)
             if collector is not None:

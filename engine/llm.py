@@ -57,18 +57,23 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes each prompt; results in the order of the prompts.
 
         A prompt is a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids":
         ids}``. One SamplingParams serves all prompts, a list gives each its own, None takes the
-        model's defaults. Raises RequestError, before anything runs, if any of them is invalid.
+        model's defaults. ``priority``, one a prompt, needs ``scheduling_policy="priority"``: the lower
+        runs earlier. Raises RequestError, before anything runs, if any of them is invalid.
         """
         listed = _as_list(prompts)
         params = self._params_for(len(listed), sampling_params)
+        priorities = [0] * len(listed) if priority is None else list(priority)
+        if len(priorities) != len(listed):
+            raise RequestError(f"{len(priorities)} priorities for {len(listed)} prompts", "priority")
         requests = [
-            self._inputs.make_request(str(next(self._ids)), prompt, _final_only(one))
-            for prompt, one in zip(listed, params, strict=True)
+            self._inputs.make_request(str(next(self._ids)), prompt, _final_only(one), priority=place)
+            for prompt, one, place in zip(listed, params, priorities, strict=True)
         ]
         order = {request.request_id: place for place, (request, _) in enumerate(requests)}
         results: list[RequestOutput | None] = [None] * len(requests)
@@ -90,6 +95,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -114,7 +120,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def _params_for(
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
@@ -136,6 +142,8 @@ class LLM:
                 processed = self._outputs.process(step)
                 for abort in processed.aborts:
                     self._core.handle(abort)
+                for refusal in processed.refusals.values():
+                    raise refusal
                 for output in processed.request_outputs:
                     if output.finished:
                         num_tokens += sum(len(choice.token_ids) for choice in output.outputs)

@@ -19,6 +19,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class ErrorKind(enum.StrEnum):
+    """What a choice that ended with ``FinishReason.ERROR`` means for its caller."""
+
+    INVALID = "invalid"
+    """The request can never be served as given (400)."""
+    OVERLOADED = "overloaded"
+    """The queue is full: later it may be served (503)."""
+    FAILED = "failed"
+    """The engine could not finish it (500)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A request as the core takes it: validated, tokenised. ``sampling_params.n`` choices come of it."""
@@ -76,6 +87,10 @@ class ChoiceOutput:
     """Sent with the first token and with the finish."""
     error: str | None = None
     """With ``FinishReason.ERROR``: what went wrong, for the caller."""
+    error_kind: ErrorKind | None = None
+    """With ``error``. A request refused on arrival, INVALID or OVERLOADED, has no other output."""
+    error_param: str | None = None
+    """With INVALID: the field at fault, as the caller knows it."""
 
 
 @dataclass(slots=True, kw_only=True)

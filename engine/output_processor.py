@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from .choice_stream import ChoiceStream, prompt_logprobs
-from .errors import RequestError
-from .messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason, RequestTiming, StepOutputs
+from .errors import QueueFullError, RequestError
+from .messages import AbortRequest, ChoiceOutput, EngineRequest, ErrorKind, FinishReason, RequestTiming, StepOutputs
 from .metrics import FinishedRequest, StatSink
 from .outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from .sampling_params import OutputKind
@@ -23,6 +23,8 @@ class ProcessedOutputs:
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
     aborts: list[AbortRequest] = field(default_factory=list)
+    refusals: dict[str, RequestError | QueueFullError] = field(default_factory=dict)
+    """By request id: requests that the core did not take. They have no output and are not counted as finished."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,10 @@ class OutputProcessor:
         for news in outputs.outputs:
             state = self._requests.get(news.request_id)
             if state is None:
+                continue
+            if news.error_kind in (ErrorKind.INVALID, ErrorKind.OVERLOADED):
+                del self._requests[news.request_id]
+                result.refusals[news.request_id] = _refusal(news)
                 continue
             touched[news.request_id] = state
             if state.take(news, now_s):
@@ -299,6 +305,11 @@ def _span(one: RequestTiming, other: RequestTiming) -> RequestTiming:
         return min(a_s, b_s) if a_s and b_s else a_s or b_s
 
     return RequestTiming(
+def _refusal(news: ChoiceOutput) -> RequestError | QueueFullError:
+    text = news.error or "the request was refused"
+    return QueueFullError(text) if news.error_kind is ErrorKind.OVERLOADED else RequestError(text, news.error_param)
+
+
         arrival_time_s=one.arrival_time_s or other.arrival_time_s,
         first_scheduled_time_s=first(one.first_scheduled_time_s, other.first_scheduled_time_s),
         first_token_time_s=first(one.first_token_time_s, other.first_token_time_s),

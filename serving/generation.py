@@ -49,9 +49,9 @@ class Usage:
 
 
 def check_finish(choice: CompletionOutput) -> None:
-    """Raises ApiError 500 for a choice that the engine gave up."""
+    """Raises ApiError 500 for a choice that the engine gave up; its stop_reason says why."""
     if choice.finish_reason == FinishReason.ERROR:
-        raise ApiError(500, "the engine could not finish this request (its numbers were not finite)")
+        raise ApiError(500, f"the engine could not finish this request: {choice.stop_reason or 'no reason is known'}")
 
 
 async def generate(
