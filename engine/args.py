@@ -32,17 +32,26 @@ class EngineArgs:
     hf_overrides: Mapping[str, Any] | None = None
     """Entries put over ``config.json``."""
     seed: int = 0
-    max_model_len: int | None = None
+    max_model_len: int | str | None = None
+    """None, "auto" or -1: the model's context, or what of it fits the KV cache."""
     max_num_seqs: int | None = None
     """None: 64 on CPU, 256 on GPU, but no more than max_num_batched_tokens."""
     max_num_batched_tokens: int | None = None
     """None: 512 on CPU, 2048 on GPU."""
     block_size: int = 16
+    async_scheduling: bool = True
+    """Plan and send off each step before the results of the one before it are read."""
     enable_prefix_caching: bool = True
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
     """None: 1 GiB on CPU, what is left on GPU."""
+    scheduling_policy: str = "fcfs"
+    """fcfs, or priority: requests with a lower ``priority`` run earlier."""
+    max_num_queued_reqs: int | None = None
+    """Choices that may wait, beyond those for which there are rows. None: any number."""
+    max_num_queued_tokens: int | None = None
+    """Prompt tokens of all requests that wait. None: any number."""
     swap_space: float = 0.0
     """GiB of host memory for blocks."""
     tensor_parallel_size: int = 1

@@ -8,6 +8,8 @@ from typing import Any
 from ..models.config import SAMPLING_KEYS
 from .args import EngineArgs
 from .errors import ConfigError, RequestError
+from .host_tier import SWAP_CHUNK
+from .request_queue import POLICIES
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
+    policy: str = "fcfs"
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    async_scheduling: bool = True
     """Everything the engine was told or worked out. ``from_args`` then ``resolve``."""
 
     model: ModelOptions
@@ -106,7 +112,14 @@ class EngineConfig:
                 gpu_memory_utilization=args.gpu_memory_utilization,
             ),
             scheduler=SchedulerConfig(
-                args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len, args.max_model_len is not None
+                max_num_seqs=args.max_num_seqs,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                max_model_len=_asked_model_len(args.max_model_len),
+                model_len_given=_asked_model_len(args.max_model_len) is not None,
+                policy=args.scheduling_policy,
+                max_num_queued_reqs=args.max_num_queued_reqs,
+                max_num_queued_tokens=args.max_num_queued_tokens,
+                async_scheduling=args.async_scheduling,
             ),
             tensor_parallel_size=args.tensor_parallel_size,
             enforce_eager=args.enforce_eager,
@@ -173,7 +186,12 @@ class EngineConfig:
             )
         return replace(
             self,
-            scheduler=SchedulerConfig(max_num_seqs, budget, max_model_len, self.scheduler.model_len_given),
+            scheduler=replace(
+                self.scheduler,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_model_len=max_model_len,
+            ),
             model_path=model_path,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
@@ -220,7 +238,7 @@ def _check_choices(args: EngineArgs) -> None:
 
 
 def _check_ranges(args: EngineArgs) -> None:
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_queued_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -236,8 +254,19 @@ def _check_ranges(args: EngineArgs) -> None:
         raise ConfigError(f"seed must be a signed 64-bit integer, got {args.seed}")
     if not all(args.served_model_name or ("-",)):
         raise ConfigError("served_model_name: a name is empty")
-    if args.swap_space < 0:
-        raise ConfigError(f"swap_space must not be negative, got {args.swap_space}")
+    if not 0 <= args.swap_space < 2**20:
+        raise ConfigError(f"swap_space must be a number of GiB that is not negative, got {args.swap_space}")
+    if args.swap_space > 0 and not args.enable_prefix_caching:
+        raise ConfigError("swap_space is the prefix cache's second tier: it needs enable_prefix_caching")
+
+
+def _asked_model_len(value: int | str | None) -> int | None:
+    """A context length that was asked for; None: as much of the model's as fits."""
+    if value in (None, "auto", -1):
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f'max_model_len must be a number of tokens from 1 on, or "auto", got {value!r}')
+    return value
 
 
 def _check_generation_config(args: EngineArgs) -> None:
@@ -245,6 +274,8 @@ def _check_generation_config(args: EngineArgs) -> None:
         raise ConfigError(f"generation_config {args.generation_config!r} is not supported; known: auto, vllm")
     override = args.override_generation_config or {}
     if unknown := sorted(set(override) - set(SAMPLING_KEYS)):
+    if args.scheduling_policy not in POLICIES:
+        raise ConfigError(f"scheduling_policy {args.scheduling_policy!r} is unknown; known: {', '.join(POLICIES)}")
         raise ConfigError(
             f"override_generation_config: {unknown[0]!r} is not supported; known: {', '.join(SAMPLING_KEYS)}"
         )
@@ -252,6 +283,8 @@ def _check_generation_config(args: EngineArgs) -> None:
         SamplingParams(**{SAMPLING_KEYS[key]: value for key, value in override.items()})
     except RequestError as error:
         raise ConfigError(f"override_generation_config: {error}") from error
+    if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 0:
+        raise ConfigError(f"max_num_queued_reqs must not be negative, got {args.max_num_queued_reqs}")
 
 
 def _check_unbuilt(args: EngineArgs) -> None:

@@ -53,8 +53,7 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
         params = self._complete(params, len(token_ids))
-        if priority:
-            raise RequestError("priority needs the priority scheduling policy, which is not available yet", "priority")
+        self._check_priority(priority)
         if cache_salt is not None:
             _check_salt(cache_salt)
         eos = frozenset() if params.ignore_eos else self._eos_ids
@@ -72,9 +71,16 @@ class InputProcessor:
             arrival_time_s=time.monotonic(),
             stop_token_ids=eos | stops,
             eos_token_ids=eos - stops,
+            priority=priority,
             cache_salt=cache_salt,
         )
         return request, text
+
+    def _check_priority(self, priority: object) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise RequestError(f"priority must be a signed 64-bit integer, got {priority!r}", "priority")
+        if priority and self._config.scheduler.policy != "priority":
+            raise RequestError("priority needs the option --scheduling-policy priority", "priority")
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

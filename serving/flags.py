@@ -34,7 +34,6 @@ NOT_BUILT_VALUES: dict[str, tuple[str, ...]] = {
         ("cpu-offload-gb", "kv-offloading-size", "long-prefill-token-threshold", "node-rank"), ("0", "0.0")
     ),
     **dict.fromkeys(("kv-cache-dtype", "tokenizer-mode", "config-format", "chat-template-content-format"), ("auto",)),
-    "scheduling-policy": ("fcfs",),
     "ssl-cert-reqs": ("0",),
     "watermark": ("0", "0.0"),
     "logprobs-mode": ("raw_logprobs",),
@@ -45,7 +44,7 @@ NOT_BUILT_VALUES: dict[str, tuple[str, ...]] = {
     "root-path": ("",),
     **dict.fromkeys(
         (
-            *("max-num-queued-tokens", "tool-call-parser", "tool-parser-plugin", "reasoning-parser-plugin"),
+            *("tool-call-parser", "tool-parser-plugin", "reasoning-parser-plugin"),
             *("speculative-config", "structured-outputs-config", "lora-modules"),
             *("limit-mm-per-prompt", "mm-processor-kwargs", "pooler-config", "kv-transfer-config", "kv-events-config"),
             *("default-chat-template-kwargs", "middleware", "otlp-traces-endpoint", "profiler-config"),
@@ -64,7 +63,7 @@ NOT_BUILT_VALUES: dict[str, tuple[str, ...]] = {
 """Options with a value that are known but not built -> values that ask for nothing."""
 
 NOT_BUILT_SWITCHES: dict[str, bool] = {
-    **dict.fromkeys(("enable-chunked-prefill", "async-scheduling"), True),
+    "enable-chunked-prefill": True,
     **dict.fromkeys(("enable-prompt-tokens-details", "enable-request-id-headers"), True),
     **dict.fromkeys(("disable-fastapi-docs", "disable-custom-all-reduce"), True),
     **dict.fromkeys(
@@ -215,10 +214,19 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--max-num-seqs", type=human_int, help="requests in a step; default: 64 on CPU, 256 on GPU")
     group.add_argument("--max-num-batched-tokens", type=human_int, help="tokens in a step")
     group.add_argument("--block-size", type=human_int, default=16, help="tokens in a KV block")
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="plan and send off each step before the one before it is read",
+    )
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     group.add_argument("--num-gpu-blocks-override", type=human_int, help="KV blocks, on CPU too")
     group.add_argument("--gpu-memory-utilization", type=float, default=0.92, help="share of GPU memory to use")
     group.add_argument("--kv-cache-memory-bytes", type=human_int, help="size of the KV cache; default on CPU: 1 GiB")
+    group.add_argument("--scheduling-policy", default="fcfs", help="fcfs, or priority: lower values run earlier")
+    group.add_argument("--max-num-queued-reqs", type=human_int, default=16384, help="more are answered 503")
+    group.add_argument("--max-num-queued-tokens", type=human_int, help="prompt tokens; more are answered 503")
     group.add_argument("--swap-space", type=float, default=0.0, help="GiB of host memory for KV blocks")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="devices that share one model")
     group.add_argument(
@@ -246,7 +254,6 @@ def _add_server_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--allow-credentials", action="store_true")
     group.add_argument("--max-request-body-bytes", type=positive_int, default=32 << 20)
     group.add_argument("--max-prompts-per-request", type=positive_int, default=1024)
-    group.add_argument("--max-num-queued-reqs", type=human_int, default=16384, help="more are answered 503")
     group.add_argument(
         "--shutdown-timeout", type=wait_seconds, default=25.0, help="seconds running requests get after SIGTERM"
     )
