@@ -60,14 +60,14 @@ class SchedulerConfig:
     max_model_len: int | None = None
     model_len_given: bool = False
     """The context length was asked for, not taken from the model."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
     policy: str = "fcfs"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     async_scheduling: bool = True
+
+
+@dataclass(frozen=True)
+class EngineConfig:
     """Everything the engine was told or worked out. ``from_args`` then ``resolve``."""
 
     model: ModelOptions
@@ -235,6 +235,8 @@ def _check_choices(args: EngineArgs) -> None:
         raise ConfigError(f"load_format {args.load_format!r} is not supported; known: {', '.join(LOAD_FORMATS)}")
     if args.attention_backend not in ("auto", "xla", "mosaic"):
         raise ConfigError(f"attention_backend {args.attention_backend!r} is unknown; known: auto, xla, mosaic")
+    if args.scheduling_policy not in POLICIES:
+        raise ConfigError(f"scheduling_policy {args.scheduling_policy!r} is unknown; known: {', '.join(POLICIES)}")
 
 
 def _check_ranges(args: EngineArgs) -> None:
@@ -242,6 +244,8 @@ def _check_ranges(args: EngineArgs) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 0:
+        raise ConfigError(f"max_num_queued_reqs must not be negative, got {args.max_num_queued_reqs}")
     if args.num_gpu_blocks_override is not None and args.num_gpu_blocks_override < 2:
         raise ConfigError(f"num_gpu_blocks_override must be at least 2, got {args.num_gpu_blocks_override}")
     if not 1 <= args.block_size <= 256 or args.block_size & (args.block_size - 1):
@@ -274,8 +278,6 @@ def _check_generation_config(args: EngineArgs) -> None:
         raise ConfigError(f"generation_config {args.generation_config!r} is not supported; known: auto, vllm")
     override = args.override_generation_config or {}
     if unknown := sorted(set(override) - set(SAMPLING_KEYS)):
-    if args.scheduling_policy not in POLICIES:
-        raise ConfigError(f"scheduling_policy {args.scheduling_policy!r} is unknown; known: {', '.join(POLICIES)}")
         raise ConfigError(
             f"override_generation_config: {unknown[0]!r} is not supported; known: {', '.join(SAMPLING_KEYS)}"
         )
@@ -283,8 +285,6 @@ def _check_generation_config(args: EngineArgs) -> None:
         SamplingParams(**{SAMPLING_KEYS[key]: value for key, value in override.items()})
     except RequestError as error:
         raise ConfigError(f"override_generation_config: {error}") from error
-    if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 0:
-        raise ConfigError(f"max_num_queued_reqs must not be negative, got {args.max_num_queued_reqs}")
 
 
 def _check_unbuilt(args: EngineArgs) -> None:

@@ -298,6 +298,11 @@ class _RequestState:
         )
 
 
+def _refusal(news: ChoiceOutput) -> RequestError | QueueFullError:
+    text = news.error or "the request was refused"
+    return QueueFullError(text) if news.error_kind is ErrorKind.OVERLOADED else RequestError(text, news.error_param)
+
+
 def _span(one: RequestTiming, other: RequestTiming) -> RequestTiming:
     """The times of a request from those of its choices, which need not run together: first starts and last ends."""
 
@@ -305,11 +310,6 @@ def _span(one: RequestTiming, other: RequestTiming) -> RequestTiming:
         return min(a_s, b_s) if a_s and b_s else a_s or b_s
 
     return RequestTiming(
-def _refusal(news: ChoiceOutput) -> RequestError | QueueFullError:
-    text = news.error or "the request was refused"
-    return QueueFullError(text) if news.error_kind is ErrorKind.OVERLOADED else RequestError(text, news.error_param)
-
-
         arrival_time_s=one.arrival_time_s or other.arrival_time_s,
         first_scheduled_time_s=first(one.first_scheduled_time_s, other.first_scheduled_time_s),
         first_token_time_s=first(one.first_token_time_s, other.first_token_time_s),
