@@ -20,7 +20,8 @@ def engine_args(*argv: str) -> EngineArgs:
 
 
 def test_defaults_are_those_of_the_engine():
-    assert engine_args() == EngineArgs()
+    """But for the queue's bound: a list of prompts given to ``LLM`` is not refused for its length."""
+    assert engine_args() == EngineArgs(max_num_queued_reqs=16384)
 
 
 def test_every_engine_option_has_a_flag():
