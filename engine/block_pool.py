@@ -97,13 +97,17 @@ class BlockPool:
         """Share of the usable blocks that somebody holds, 0..1."""
         return 1.0 - self.num_free / self.num_usable
 
+    def free_blocks(self) -> Iterator[Block]:
+        """Free blocks, those to be issued first. The pool must not change meanwhile."""
+        return iter(self._free)
+
     def allocate(self, count: int) -> list[Block]:
         """Issues ``count`` blocks, least recently used first; their old content is forgotten."""
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
         issued = []
         for _ in range(count):
             block = self._free.pop()
-            self._forget(block)
+            self.forget(block)
             block.ref_count = 1
             issued.append(block)
         return issued
@@ -138,7 +142,7 @@ class BlockPool:
         if self.num_free != self.num_usable:
             return False
         for block in self.blocks:
-            self._forget(block)
+            self.forget(block)
         return True
 
     def check_integrity(self, holders: Iterable[Sequence[Block]] | None = None) -> None:
@@ -163,7 +167,8 @@ class BlockPool:
             wrong = [block for block in self.blocks[1:] if block.ref_count != counts[block.block_id]]
             assert not wrong, f"reference counts differ from the holders: {wrong[:5]}"
 
-    def _forget(self, block: Block) -> None:
+    def forget(self, block: Block) -> None:
+        """Makes a block's content unfindable."""
         if block.key is not None:
             del self._cached[block.key]
             block.key = None

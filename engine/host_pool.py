@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.memory import Space
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,7 +43,7 @@ def swap_out(kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) ->
 
 def swap_in(kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) -> list[jax.Array]:
     """The pool, donated, with place i of ``chunk`` copied to block ``block_ids[i]``; B, past the end, copies nothing."""
-    on_device = jax.device_put(chunk, Space.Device)
+    on_device = jax.device_put(chunk, jax.memory.Space.Device)
     return [pool.at[block_ids].set(on_device[layer], mode="drop") for layer, pool in enumerate(kv)]
 
 

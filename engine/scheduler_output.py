@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .host_tier import ChunkCopy
 from .request import Request
 
 
@@ -34,6 +35,8 @@ class SchedulerOutput:
     num_tokens: int = 0
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) block ids, copied on the device after the step."""
+    chunk_copies: list[ChunkCopy] = field(default_factory=list)
+    """Between the pool and host memory, on the device before the step, in this order."""
     preempted: list[Request] = field(default_factory=list)
 
     @property
