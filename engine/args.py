@@ -53,7 +53,7 @@ class EngineArgs:
     max_num_queued_tokens: int | None = None
     """Prompt tokens of all requests that wait. None: any number."""
     swap_space: float = 0.0
-    """GiB of host memory for blocks."""
+    """GiB of host memory per device for blocks that leave the KV cache. 0: none."""
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
     """Compile each step program on first use instead of before ready."""

@@ -49,6 +49,10 @@ class CacheConfig:
     num_blocks: int | None = None
     memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
+    swap_bytes: int = 0
+    """Host memory for the second tier, for each device."""
+    num_host_chunks: int = 0
+    """What the second tier has room for; see ``with_host_tier``."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class EngineConfig:
                 num_blocks=args.num_gpu_blocks_override,
                 memory_bytes=args.kv_cache_memory_bytes,
                 gpu_memory_utilization=args.gpu_memory_utilization,
+                swap_bytes=int(args.swap_space * GIB),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=args.max_num_seqs,
@@ -228,6 +233,29 @@ class EngineConfig:
         )
 
 
+    def with_host_tier(self, bytes_per_block: int, memory_bytes: int) -> "EngineConfig":
+        """With as many chunks of host memory as ``swap_space`` pays for.
+
+        ``bytes_per_block`` of one device, ``memory_bytes`` of this machine. Raises ConfigError if it is too little
+        for one chunk, or more than the machine has.
+        """
+        if not self.cache.swap_bytes:
+            return self
+        total = self.cache.swap_bytes * self.tensor_parallel_size
+        if total > memory_bytes:
+            raise ConfigError(
+                f"swap_space: {total / GIB:g} GiB are more than the {memory_bytes / GIB:.1f} GiB of this machine"
+            )
+        chunk = bytes_per_block * SWAP_CHUNK
+        num_chunks = self.cache.swap_bytes // chunk
+        if num_chunks == 0:
+            raise ConfigError(
+                f"swap_space: {self.cache.swap_bytes / GIB:g} GiB hold nothing; the least is one chunk of "
+                f"{SWAP_CHUNK} blocks, {chunk / GIB:.6f} GiB"
+            )
+        return replace(self, cache=replace(self.cache, num_host_chunks=num_chunks))
+
+
 def _check_choices(args: EngineArgs) -> None:
     if args.dtype not in DTYPES:
         raise ConfigError(f"dtype {args.dtype!r} is unknown; known: {', '.join(DTYPES)}")
@@ -289,8 +317,6 @@ def _check_generation_config(args: EngineArgs) -> None:
 
 def _check_unbuilt(args: EngineArgs) -> None:
     """Options whose feature does not exist yet refuse, unless at their neutral value."""
-    if args.swap_space != 0:
-        raise ConfigError("swap_space: swapping KV blocks to host memory is not available yet; only 0 is accepted")
     if args.tensor_parallel_size != 1:
         raise ConfigError("tensor_parallel_size: tensor parallelism is not available yet; only 1 is accepted")
     if args.quantization is not None:

@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Messages in, one ``StepOutputs`` a step out."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, plan_ahead: bool = True) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, async_scheduling: bool = True) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._plan_ahead = plan_ahead
-        self._ahead: StepHandle | None = None
+        self._async_scheduling = async_scheduling
+        self._unread: StepHandle | None = None
         """A step that was dispatched before the results of the one before it were read."""
         self._pending: list[ChoiceOutput] = []
         """Outputs that arose between steps."""
@@ -47,21 +47,26 @@ class EngineCore:
             ]
 
     def step(self) -> StepOutputs:
-        """One turn of the loop; without work it only hands out what is pending."""
+        """One turn of the loop: the results of one step, read after the next one was dispatched.
+
+        Without work it only hands out what is pending.
+        """
         outputs, self._pending = self._pending, []
         num_tokens = 0
-        handle, self._ahead = self._ahead, None
-        if handle is not None and not handle.plan.is_live:
-            handle = None  # all of its requests have ended: nobody needs the results
-        if handle is None and self.scheduler.has_work:
-            handle = self.runner.dispatch(self.scheduler.schedule())
+        handle, self._unread = self._unread, None
+        if handle is None or not handle.plan.is_live:  # all of its requests have ended: nobody needs the results
+            handle = self._dispatch()
         if handle is not None:
-            ahead = self.scheduler.schedule_ahead(handle.plan) if self._plan_ahead else None
-            if ahead is not None:
-                self._ahead = self.runner.dispatch(ahead)
+            if self._async_scheduling:
+                self._unread = self._dispatch(ahead=True)
             outputs += self.scheduler.update(handle.plan, self.runner.resolve(handle))
             num_tokens = handle.plan.num_tokens
         return StepOutputs(outputs=outputs, stats=self.stats(num_tokens))
+
+    def _dispatch(self, *, ahead: bool = False) -> StepHandle | None:
+        """Plans a step and sends it to the device; None when there is nothing to do, or nothing yet."""
+        plan = self.scheduler.schedule(ahead=ahead)
+        return self.runner.dispatch(plan) if plan is not None else None
 
     def recover(self) -> None:
         """After a step that failed or was interrupted: ends every request without a word and rebuilds the KV pool.
@@ -71,13 +76,13 @@ class EngineCore:
         for request in list(self.scheduler.requests):
             self.scheduler.finish(request, FinishReason.ABORT)
         self._pending.clear()
-        self._ahead = None
+        self._unread = None
         self.runner.reset()
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes; False while requests hold blocks."""
-        return self.scheduler.kv.pool.reset_cache()
+        """Forgets cached prefixes, on the device and in host memory; False while requests hold blocks."""
+        return self.scheduler.kv.reset_cache()
 
     def stats(self, num_scheduled_tokens: int = 0) -> StepStats:
         scheduler = self.scheduler
@@ -90,7 +95,9 @@ class EngineCore:
             prompt_tokens_computed_total=scheduler.prompt_tokens_computed_total,
             generation_tokens_total=scheduler.generation_tokens_total,
             prefix_cache_queries_total=scheduler.kv.queries_total,
-            prefix_cache_hits_total=scheduler.kv.hits_total,
+            prefix_cache_hits_total=scheduler.kv.hits_total - scheduler.kv.host_hits_total,
+            external_prefix_cache_queries_total=scheduler.kv.host_queries_total,
+            external_prefix_cache_hits_total=scheduler.kv.host_hits_total,
             num_preemptions_total=scheduler.num_preemptions_total,
             compiles_after_ready_total=COMPILES.after_ready,
         )

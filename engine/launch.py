@@ -19,12 +19,14 @@ from ..models.loading.errors import LoadError
 from ..models.loading.loader import load_params
 from ..models.loading.resolve import ResolvedModel, resolve_model
 from ..pallas_kernels.dispatch import AttentionShape, Choice, Device, select_implementation
+from ..pallas_kernels.work_lists import WorkListSpec
 from .buckets import BucketTable
 from .compile_cache import COMPILES, enable_compile_cache
 from .config import GIB, EngineConfig
 from .core import EngineCore
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
+from .host_tier import SWAP_CHUNK, HostTier
 from .kv_cache_manager import KVCacheManager
 from .model_runner import ModelRunner
 from .programs import LoadedModel, Programs
@@ -122,22 +124,41 @@ def launch_core(
         )
     except (LoadError, ModelConfigError) as error:
         raise ConfigError(str(error)) from error
-    model = LoadedModel(graphdef, params, mesh)
+    model = LoadedModel(graphdef, params, mesh, host_planned_work(config, decoder_config, dtype, choice))
     buckets = BucketTable(config.max_num_seqs, config.max_num_batched_tokens)
     config = config.with_pool(_num_blocks(config, model, decoder_config, dtype, buckets, platform))
     spec = state_spec(config, decoder_config, dtype, config.num_blocks)
+    config = with_host_tier(config, spec)
     runner = ModelRunner(config, model, spec, buckets)
     if not config.enforce_eager:
         runner.programs.warm_up(bar=compile_bar)
     COMPILES.mark_ready()
     # XLA's collectives on a CPU can deadlock when two steps are in flight.
-    plan_ahead = platform != "cpu" or mesh.size == 1
-    return EngineCore(make_scheduler(config), runner, plan_ahead=plan_ahead), config
+    async_scheduling = config.scheduler.async_scheduling and (platform != "cpu" or mesh.size == 1)
+    return EngineCore(make_scheduler(config), runner, async_scheduling=async_scheduling), config
+
+
+def with_host_tier(config: EngineConfig, spec: StateSpec) -> EngineConfig:
+    """With the prefix cache's second tier, as large as asked for."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    config = config.with_host_tier(spec.kv.bytes_per_block // config.tensor_parallel_size, memory_bytes)
+    if config.cache.num_host_chunks:
+        num_blocks = config.cache.num_host_chunks * SWAP_CHUNK
+        logger.info(
+            "KV cache in host memory: %.2f GiB, %d blocks", num_blocks * spec.kv.bytes_per_block / GIB, num_blocks
+        )
+    return config
 
 
 def make_scheduler(config: EngineConfig) -> Scheduler:
     """The scheduler over the pool that ``config`` describes."""
-    kv = KVCacheManager(config.num_blocks, config.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
+    cache = config.cache
+    kv = KVCacheManager(
+        config.num_blocks,
+        config.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        host_tier=HostTier(cache.num_host_chunks) if cache.num_host_chunks else None,
+    )
     return Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -175,17 +196,33 @@ def derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[Dec
 
 def choose_attention(config: EngineConfig, device: Device, decoder: DecoderConfig, dtype: jnp.dtype) -> Choice:
     """The attention implementation for the model on ``device``. ConfigError if it cannot be the one asked for."""
-    shape = AttentionShape(
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
+    try:
+        return select_implementation(device, _attention_shape(config, decoder, dtype), config.attention_backend)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def host_planned_work(
+    config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, choice: Choice
+) -> WorkListSpec | None:
+    """What the host plans for the chosen kernels of each device; None where they want nothing."""
+    if choice.implementation != "mosaic":
+        return None
+    shape = _attention_shape(config, decoder, dtype, config.tensor_parallel_size)
+    windows = (layer.window for layer in decoder.layers)
+    return WorkListSpec.of(shape, config.max_blocks_per_request, windows, choice.interpret)
+
+
+def _attention_shape(
+    config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_shards: int = 1
+) -> AttentionShape:
+    return AttentionShape(
+        num_heads=decoder.num_heads // num_shards,
+        num_kv_heads=decoder.num_kv_heads // num_shards,
         head_dim=decoder.head_dim,
         block_size=config.block_size,
         dtype=dtype.name,
     )
-    try:
-        return select_implementation(device, shape, config.attention_backend)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def state_spec(config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_blocks: int) -> StateSpec:

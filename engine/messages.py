@@ -109,7 +109,11 @@ class StepStats:
     prefix_cache_queries_total: int = 0
     """In tokens."""
     prefix_cache_hits_total: int = 0
-    """In tokens."""
+    """In tokens, on the device."""
+    external_prefix_cache_queries_total: int = 0
+    """Tokens that the device did not have, looked up in host memory."""
+    external_prefix_cache_hits_total: int = 0
+    """In tokens, in host memory."""
     num_preemptions_total: int = 0
     compiles_after_ready_total: int = 0
 
@@ -131,3 +135,5 @@ class AbortRequest:
     """None: all choices."""
     reason: FinishReason = FinishReason.ABORT
     """STOP when a stop string was found where the text is made."""
+    num_output_tokens: int | None = None
+    """How many of a choice's tokens count: later ones were made before the abort came. None: all."""

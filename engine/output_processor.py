@@ -78,9 +78,7 @@ class OutputProcessor:
                 continue
             touched[news.request_id] = state
             if state.take(news, now_s):
-                result.aborts.append(
-                    AbortRequest(request_id=news.request_id, index=news.index, reason=FinishReason.STOP)
-                )
+                result.aborts.append(state.stop_abort(news.index))
         for state in touched.values():
             output = self._collect(state, now_s)
             if output is not None:
@@ -207,6 +205,15 @@ class _RequestState:
         self._num_unfinished -= 1
         self._last_reason = reason
         choice.stream.finish()
+
+    def stop_abort(self, index: int) -> AbortRequest:
+        """Tells the core that a stop string ended a choice; the tokens it makes meanwhile do not count."""
+        return AbortRequest(
+            request_id=self.request.request_id,
+            index=index,
+            reason=FinishReason.STOP,
+            num_output_tokens=self.choices[index].stream.num_tokens,
+        )
 
     def collect(self, now_s: float) -> RequestOutput | None:
         """What is to go out now, or None when there is nothing new to show."""

@@ -28,24 +28,33 @@ class Request:
         "blocks",
         "finish_reason",
         "index",
+        "max_total_tokens",
+        "needs_host_token",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_failures",
+        "num_output_placeholders",
         "num_prompt_tokens",
         "num_published_blocks",
+        "params",
         "prompt_logprobs",
         "prompt_logprobs_sent",
         "queue_key",
+        "request_id",
         "row",
         "seed",
         "source",
         "status",
         "stop_reason",
+        "suspected",
         "timing",
         "token_ids",
     )
 
     def __init__(self, source: EngineRequest, index: int, seed: int, arrival: int = 0) -> None:
         self.source = source
+        self.request_id = source.request_id
+        self.params: SamplingParams = source.sampling_params
         self.index = index
         """The choice, 0..n-1."""
         self.seed = seed
@@ -54,8 +63,15 @@ class Request:
         """The lower, the earlier it runs and the later it is preempted; ``arrival`` counts the engine's requests."""
         self.token_ids = list(source.prompt_token_ids)
         self.num_prompt_tokens = len(source.prompt_token_ids)
+        assert self.params.max_tokens is not None, "admission fills it in"
+        self.max_total_tokens = self.num_prompt_tokens + self.params.max_tokens
+        """Prompt plus ``max_tokens``."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the pool once all dispatched steps are done."""
+        self.num_output_placeholders = 0
+        """Tokens after ``token_ids`` that dispatched steps draw and whose ids the host has not read."""
+        self.needs_host_token = False
+        """Its next token cannot be drawn before the host knows the last one: it is not planned ahead."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache at the first admission."""
         self.admissions = 0
@@ -70,32 +86,33 @@ class Request:
         self.prompt_logprobs: list[SampledLogprobs] = []
         """Of prompt positions 1.. so far, when asked for."""
         self.prompt_logprobs_sent = False
+        self.num_failures = 0
+        """Steps with this request in them that failed."""
+        self.suspected = False
+        """It was in a step that failed and has not drawn a token since."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.timing = RequestTiming(arrival_time_s=source.arrival_time_s)
 
     @property
-    def request_id(self) -> str:
-        return self.source.request_id
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.source.sampling_params
-
-    @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Prompt and output, as far as it is known."""
         return len(self.token_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that the next step may compute; the last one may still be known to the device alone.
+
+        The last token of all is never computed, so an end by length is known one step before it comes.
+        """
+        if self.num_output_placeholders and self.needs_host_token:
+            return 0
+        known_places = len(self.token_ids) + self.num_output_placeholders
+        return min(known_places, self.max_total_tokens - 1) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Prompt plus ``max_tokens``, which admission has filled in."""
-        assert self.params.max_tokens is not None
-        return self.num_prompt_tokens + self.params.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -51,6 +51,8 @@ class Scheduler:
         """Live choices by request id."""
         self._forking: dict[str, list[Request]] = {}
         """Choices that wait for choice 0's prompt, by request id."""
+        self._ended: OrderedDict[tuple[str, int], Request] = OrderedDict()
+        """The last choices with stop strings that ended here: one may turn up in their text yet."""
         self._seeds = _seed_stream(seed)
         self._num_arrivals = 0
         self.num_preemptions_total = 0
@@ -112,7 +114,16 @@ class Scheduler:
         for request in doomed:
             self.finish(request, abort.reason)
             outputs.append(choice_output(request, []))
+        if abort.index is not None and abort.num_output_tokens is not None:
+            self._take_back(abort.request_id, abort.index, abort.num_output_tokens)
         return outputs
+
+    def _take_back(self, request_id: str, index: int, num_output_tokens: int) -> None:
+        """Tokens past a stop string are neither counted nor left in the prefix cache."""
+        request = self._ended.pop((request_id, index), None)
+        if request is not None:
+            self.generation_tokens_total -= max(0, request.num_output_tokens - num_output_tokens)
+            self.kv.unpublish(request, request.num_prompt_tokens + num_output_tokens)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """The only way out, from every state; a second call does nothing (rule R12)."""
@@ -130,6 +141,10 @@ class Scheduler:
             self._forking[request.request_id].remove(request)
         else:
             self.waiting.remove(request)
+        if request.params.stop:
+            self._ended[request.request_id, request.index] = request
+            if len(self._ended) > 4 * self.max_num_seqs:
+                self._ended.popitem(last=False)
         choices = self._choices[request.request_id]
         del choices[request.index]
         if request.index == 0 or not choices:
@@ -139,48 +154,44 @@ class Scheduler:
 
     # ---- the plan ---------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
-        """The next step: running requests first, oldest first, then admissions while budget, rows and blocks last."""
+    def schedule(self, *, ahead: bool = False) -> SchedulerOutput | None:
+        """The next step: running requests first, oldest first, then admissions while budget, rows and blocks last.
+
+        It counts as computed from here on. ``ahead``: an earlier step's results are not known yet; then nobody is
+        preempted, and None means that they must be read before more can be planned.
+        """
         plan = SchedulerOutput()
+        if ahead and self._must_preempt():
+            return None
         self._schedule_running(plan)
         if not plan.preempted:
             self._schedule_waiting(plan)
         self._schedule_forks(plan)
-        assert plan.rows or not self.has_work, "work exists, but nothing was scheduled (rule R11)"
-        return plan
+        for row in plan.rows:
+            self._publish(row.request)
+        if plan.rows:
+            plan.chunk_copies = self.kv.take_chunk_copies()
+            return plan
+        assert ahead or not self.has_work, "work exists, but nothing was scheduled (rule R11)"
+        return None
 
-    def schedule_ahead(self, plan: SchedulerOutput) -> SchedulerOutput | None:
-        """The step after ``plan``, before the results of ``plan`` are known; None where they could change it.
-
-        Only for steps in which every running request decodes and nobody waits: then the next step is the same rows
-        again, whatever the tokens are. A row that turns out to have ended wastes one token, which ``update`` passes
-        over; one that will end by its length is known now, and nothing is planned ahead.
-        """
-        if self.waiting or self._forking or not plan.decode_only or len(plan.rows) != len(self.running):
-            return None
+    def _must_preempt(self) -> bool:
+        """The free blocks do not suffice for all that run."""
+        block_size, budget = self.kv.block_size, self.max_num_batched_tokens
+        if self.kv.pool.num_free >= len(self.running) + budget // block_size:
+            return False  # each row needs one block at most besides the full ones of the budget
         needed = 0
-        for row in plan.rows:
-            request, num_tokens = row.request, row.start + 2
-            if request.status is not RequestStatus.RUNNING or not row.samples:
-                return None
-            if num_tokens >= min(request.max_total_tokens, self.max_model_len):
-                return None
-            needed += self.kv.blocks_for(num_tokens) - len(request.blocks)
-        if needed > self.kv.pool.num_free:
-            return None
-        ahead = SchedulerOutput(num_tokens=len(plan.rows))
-        for row in plan.rows:
-            added = self.kv.allocate_slots(row.request, 2)
-            assert added is not None
-            ids = [block.block_id for block in added]
-            ahead.rows.append(ScheduledRow(row.request, row.start + 1, 1, False, ids, samples=True))
-        return ahead
+        for request in self.running:
+            count = min(request.num_new_tokens, budget)
+            budget -= count
+            needed += max(0, self.kv.blocks_for(request.num_computed_tokens + count) - len(request.blocks))
+        return needed > self.kv.pool.num_free
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            count = min(request.num_tokens - request.num_computed_tokens, self.max_num_batched_tokens - plan.num_tokens)
+            count = min(request.num_new_tokens, self.max_num_batched_tokens - plan.num_tokens)
             if count > 0:
                 added = self._allocate_or_preempt(request, count, plan)
                 if added is None:
@@ -260,30 +271,31 @@ class Scheduler:
             num_tokens=count,
             admitted=admitted,
             new_block_ids=[block.block_id for block in added],
-            samples=start + count == request.num_tokens,
+            samples=start + count == request.num_tokens + request.num_output_placeholders,
         )
         plan.rows.append(row)
         plan.num_tokens += count
+        request.num_computed_tokens = start + count
+        request.num_output_placeholders += row.samples
+        if start < request.num_prompt_tokens:
+            self.prompt_tokens_computed_total += min(count, request.num_prompt_tokens - start)
         return row
 
     # ---- the results ------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput, sampled: SampledRows) -> list[ChoiceOutput]:
-        """Takes in a step's results: progress, new tokens, ends. Requests ended meanwhile are passed over."""
+        """Takes in a step's results: new tokens, ends. Requests that ended meanwhile are passed over."""
         now = time.monotonic()
         outputs: list[ChoiceOutput] = []
         for entry, row in enumerate(plan.rows):
             request = row.request
             if request.status is not RequestStatus.RUNNING:
                 continue
-            request.num_computed_tokens += row.num_tokens
-            if row.start < request.num_prompt_tokens:
-                self.prompt_tokens_computed_total += min(row.num_tokens, request.num_prompt_tokens - row.start)
             if not sampled.finite[entry]:
                 self.finish(request, FinishReason.ERROR)
+                self.kv.unpublish(request, row.start)
                 outputs.append(choice_output(request, [], error="the model produced logits that are not finite"))
                 continue
-            self.kv.publish(request)
             if entry in sampled.prompt_logprobs:
                 _take_prompt_logprobs(request, sampled, entry)
             if row.samples:
@@ -293,11 +305,14 @@ class Scheduler:
     def _take_token(self, request: Request, sampled: SampledRows, entry: int, now: float) -> ChoiceOutput:
         token_id = int(sampled.token_ids[entry])
         request.token_ids.append(token_id)
+        request.num_output_placeholders -= 1
         self.generation_tokens_total += 1
         if not request.timing.first_token_time_s:
             request.timing.first_token_time_s = now
         request.timing.last_token_time_s = now
         self._check_stop(request, token_id)
+        if not request.finished:
+            self._publish(request)
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = [sampled_logprobs(sampled, entry, request.params.logprobs)]
@@ -307,7 +322,7 @@ class Scheduler:
         source = request.source
         if token_id in source.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
             self.finish(request, FinishReason.STOP, None if token_id in source.eos_token_ids else token_id)
-        elif request.num_tokens >= min(request.max_total_tokens, self.max_model_len):
+        elif request.num_tokens >= request.max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
 
     # ---- moves ------------------------------------------------------------------------------
@@ -321,7 +336,13 @@ class Scheduler:
         self._free_rows.append(request.row)
         request.row = -1
         self.kv.free(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_output_placeholders = 0
+
+    def _publish(self, request: Request) -> None:
+        """Offers blocks that have become full to the prefix cache: their KV is there before any later step runs."""
+        num_known = min(request.num_computed_tokens, request.num_tokens)
+        if num_known >= (request.num_published_blocks + 1) * self.kv.block_size:
+            self.kv.publish(request)
 
     def _preempt(self, request: Request) -> None:
         """Back to the front of its class; what the cache still has when it resumes is not recomputed."""
