@@ -21,6 +21,7 @@ DEVICE_HALF = {
     "compile_cache",
     "core",
     "core_client",
+    "core_parts",
     "core_process",
     "device_state",
     "launch",
