@@ -42,7 +42,7 @@ def swap_out(kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) ->
 
 
 def swap_in(kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) -> list[jax.Array]:
-    """The pool, donated, with place i of ``chunk`` copied to block ``block_ids[i]``; B, past the end, copies nothing."""
+    """The pool, donated, with place i of ``chunk`` copied to block ``block_ids[i]``; B copies nothing."""
     on_device = jax.device_put(chunk, jax.memory.Space.Device)
     return [pool.at[block_ids].set(on_device[layer], mode="drop") for layer, pool in enumerate(kv)]
 

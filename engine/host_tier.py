@@ -14,7 +14,7 @@ from .block_pool import Block
 SWAP_CHUNK = 16
 """Blocks in a chunk: large enough that a transfer's fixed cost does not count, small enough to be filled."""
 SCAN_CHUNKS = 4
-"""How far past the blocks that must be saved the free queue is searched for others to fill the last chunk, in chunks."""
+"""How far past the blocks to be saved the free queue is searched for others to fill the last chunk, in chunks."""
 
 
 @dataclass(frozen=True, slots=True)
