@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -60,15 +61,26 @@ class PackedLayout:
         return {name: packed[where].reshape(shape) for name, (where, shape) in self.slices.items()}
 
 
+class AttentionWork(Protocol):
+    """What the attention kernels want planned on the host (``pallas_kernels.work_lists``); hashable."""
+
+    def fields(self, num_tokens: int, num_rows: int, decode_only: bool) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of the fields of a bucket."""
+
+    def fill(self, views: Mapping[str, np.ndarray], num_tokens: int, decode_only: bool) -> None:
+        """Writes them, from ``query_start_loc`` and ``seq_lens`` in ``views``."""
+
+
 @lru_cache(maxsize=256)
-def packed_layout(bucket: Bucket, block_size: int) -> PackedLayout:
+def packed_layout(bucket: Bucket, block_size: int, work: AttentionWork | None = None) -> PackedLayout:
     """The layout of a bucket's inputs.
 
     token_ids [T]; query_start_loc [R+1]; seq_lens [R] (KV length including this step, 0 for
     padding and forks); rows [R] (device state row, ``max_num_seqs`` for padding);
     logits_indices [R] (token whose logits the row samples from); positions [R] (place of the
     token being drawn); samples [R] (0: the result is not used); suppress_stop [R]; params
-    [R, 13]; table_deltas [C, 3] (row, index, block id; padding row ``max_num_seqs``).
+    [R, 13]; table_deltas [C, 3] (row, index, block id; padding row ``max_num_seqs``); then the
+    fields of ``work``.
     """
     num_tokens, num_rows = bucket.num_tokens, bucket.num_rows
     num_deltas = -(-num_tokens // block_size) + num_rows
@@ -83,6 +95,7 @@ def packed_layout(bucket: Bucket, block_size: int) -> PackedLayout:
         suppress_stop=(num_rows,),
         params=(num_rows, len(ROW_PARAMS)),
         table_deltas=(num_deltas, 3),
+        **({} if work is None else work.fields(num_tokens, num_rows, bucket.decode_only)),
     )
 
 
@@ -105,9 +118,17 @@ class InputBatch:
     """Packs plans. Keeps each row's sampling parameters, so that a step only gathers them."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        work: AttentionWork | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
+        self.work = work
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._params = np.zeros((max_num_seqs, len(ROW_PARAMS)), np.int32)
@@ -140,7 +161,7 @@ class InputBatch:
 
     def pack(self, plan: SchedulerOutput, bucket: Bucket) -> np.ndarray:
         """The plan as int32[layout.size], padded to the bucket."""
-        layout = packed_layout(bucket, self.block_size)
+        layout = packed_layout(bucket, self.block_size, self.work)
         packed = np.zeros(layout.size, np.int32)
         views = layout.views(packed)
         count = len(plan.rows)
@@ -158,6 +179,8 @@ class InputBatch:
         views["samples"][:count] = [entry.samples for entry in plan.rows]
         self._pack_tokens(plan, views, count)
         self._pack_deltas(plan, views["table_deltas"])
+        if self.work is not None:
+            self.work.fill(views, bucket.num_tokens, bucket.decode_only)
         return packed
 
     def _pack_tokens(self, plan: SchedulerOutput, views: dict[str, np.ndarray], count: int) -> None:

@@ -55,6 +55,7 @@ class ModelRunner:
             max_blocks=config.max_blocks_per_request,
             block_size=config.block_size,
             vocab_size=spec.vocab_size,
+            work=model.work,
         )
         self._open_masks: dict[int, jax.Array] = {}
 

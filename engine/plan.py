@@ -28,7 +28,7 @@ from .buckets import Bucket, BucketTable
 from .config import EngineConfig
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
-from .launch import GPU_RESERVE_BYTES, Frontend, choose_attention, derive, open_model, state_spec
+from .launch import GPU_RESERVE_BYTES, Frontend, choose_attention, derive, host_planned_work, open_model, state_spec
 from .plan_report import GIB, Floor, KernelPlan, MemoryPlan, Plan, StepPlan
 from .programs import LoadedModel, Programs
 from .step_floor import StepWork, floor_seconds
@@ -59,7 +59,8 @@ class DraftEngine:
         except (AotUnavailableError, ModelConfigError) as error:
             raise ConfigError(str(error)) from error
         self.params = place_params(params, param_partition_specs(self.decoder), self.mesh)
-        self.model = LoadedModel(graphdef, self.params, self.mesh)
+        work = host_planned_work(self.config, self.decoder, self.dtype, self.attention)
+        self.model = LoadedModel(graphdef, self.params, self.mesh, work)
         self.buckets = BucketTable(self.config.max_num_seqs, self.config.max_num_batched_tokens)
 
     def state_spec(self, num_blocks: int) -> StateSpec:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+from ..pallas_kernels.work_lists import WorkListSpec
 from ..pallas_kernels.xla_options import step_compiler_options
 from .buckets import Bucket, BucketTable
 from .config import EngineConfig
@@ -37,6 +38,8 @@ class LoadedModel:
     graphdef: Any
     params: Any
     mesh: Mesh
+    work: WorkListSpec | None = None
+    """What the host plans for its attention kernels; None where they want nothing."""
 
 
 class Programs:
@@ -123,10 +126,11 @@ class Programs:
         """A bucket's program, traced and not compiled."""
         spec = StepSpec(
             bucket=bucket,
-            layout=packed_layout(bucket, self._config.block_size),
+            layout=packed_layout(bucket, self._config.block_size, self._model.work),
             block_size=self._config.block_size,
             num_slots=self._spec.kv.num_slots,
             vocab_size=self._config.vocab_size,
+            work=self._model.work,
         )
         program = jax.jit(
             partial(step, self._model.graphdef, spec),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..models.attention_metadata import AttentionMetadata
 from ..models.decoder import merge
+from ..pallas_kernels.work_lists import WorkListSpec
 from .buckets import Bucket
 from .device_state import DeviceState
 from .input_batch import LAST_TOKEN, NUM_FLOAT_PARAMS, ROW_PARAMS, PackedLayout
@@ -36,6 +37,8 @@ class StepSpec:
     num_slots: int
     vocab_size: int
     """Ids below this can be sampled; the head may be wider."""
+    work: WorkListSpec | None = None
+    """How the attention kernels' work lists lie in the inputs; None: there are none."""
 
 
 def step(
@@ -152,6 +155,8 @@ def _metadata(
         query_start_loc=starts,
         seq_lens=seq_lens,
         decode_only=spec.bucket.decode_only,
+        work=() if spec.work is None else spec.work.plans(inputs, spec.bucket.decode_only),
+        work_windows=() if spec.work is None else spec.work.windows,
     )
     return row_of_token, metadata
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 import jax
 
+from ..pallas_kernels.paged_attention.work import WorkPlan
+from ..pallas_kernels.ragged_paged_attention.work import MixedWorkPlan
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -22,3 +25,10 @@ class AttentionMetadata:
     """i32[R]: KV length including this step; padding rows 0."""
     decode_only: bool = field(metadata={"static": True})
     """True: token i belongs to row i, one token a row (T == R)."""
+    work: tuple[WorkPlan | MixedWorkPlan, ...] = ()
+    """What the kernels work on, planned on the host: for decode or mixed attention, one per ``work_windows``."""
+    work_windows: tuple[int | None, ...] = field(default=(), metadata={"static": True})
+
+    def work_of(self, window: int | None) -> WorkPlan | MixedWorkPlan | None:
+        """The work of layers with this window; None: not planned by the host."""
+        return self.work[self.work_windows.index(window)] if self.work else None

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MASK_VALUE = -1e30
 """A masked score. Finite, so that a row with no key at all stays free of NaN (-inf minus -inf)."""
@@ -70,16 +71,22 @@ def check_attention_inputs(
         raise ValueError(f"sinks must be [{num_heads}], one per query head; got shape {sinks.shape}")
 
 
-def kv_scales(k_scale: jax.Array | float | None, v_scale: jax.Array | float | None) -> jax.Array | None:
-    """Both scales as f32[2], 1 for one that is None; None if both are. Raises ValueError for one that is no scalar."""
-    if k_scale is None and v_scale is None:
-        return None
-    scales = []
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and jnp.shape(scale):
-            raise ValueError(f"{name} must be a scalar; got shape {jnp.shape(scale)}")
-        scales.append(jnp.asarray(1.0 if scale is None else scale, jnp.float32))
-    return jnp.stack(scales)
+def check_kv_scales(scales: jax.Array | None) -> None:
+    """Raises ValueError unless ``scales`` is f32[2] or None."""
+    if scales is not None and (jnp.shape(scales) != (2,) or scales.dtype != jnp.float32):
+        raise ValueError(f"kv_scales must be float32 [2]; got {scales.dtype} {jnp.shape(scales)}")
+
+
+def array_module(array: Any) -> Any:
+    """What ``array`` is computed with: numpy, or else jax.numpy."""
+    return np if isinstance(array, np.ndarray) else jnp
+
+
+def segment_of(index: Any, ends: Any) -> Any:
+    """Which of the segments that end (exclusively) at ``ends`` holds each ``index``; ``len(ends)`` for none."""
+    if isinstance(ends, np.ndarray):
+        return np.searchsorted(ends, index, side="right")
+    return jnp.searchsorted(ends, index, side="right", method="compare_all")
 
 
 def softcapped(scores: jax.Array, softcap: float | None) -> jax.Array:

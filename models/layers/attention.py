@@ -90,6 +90,7 @@ class Attention(nnx.Module):
         scale, window, softcap = self.scale, self.window, self.softcap
         tables, lengths = metadata.block_tables, metadata.seq_lens
         implementation, interpret = self.placement.implementation, self.placement.interpret
+        work = metadata.work_of(window)
         if metadata.decode_only:
             attended = paged_attention(
                 q,
@@ -102,6 +103,7 @@ class Attention(nnx.Module):
                 sinks=sinks,
                 implementation=implementation,
                 interpret=interpret,
+                work=work,
             )
         else:
             attended = ragged_paged_attention(
@@ -116,5 +118,6 @@ class Attention(nnx.Module):
                 sinks=sinks,
                 implementation=implementation,
                 interpret=interpret,
+                work=work,
             )
         return attended, kv

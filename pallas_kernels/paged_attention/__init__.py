@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention_common import AttentionOptions, check_attention_inputs, kv_scales
+from ..attention_common import AttentionOptions, check_attention_inputs, check_kv_scales
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
 from ..tuning import current_gpu, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
+from .work import WorkPlan, WorkSpec
 from .xla import paged_attention_xla
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "work_spec"]
 
 
 def paged_attention(
@@ -27,8 +28,8 @@ def paged_attention(
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: Any = None,
-    k_scale: jax.Array | float | None = None,
-    v_scale: jax.Array | float | None = None,
+    kv_scales: jax.Array | None = None,
+    work: WorkPlan | None = None,
 ) -> jax.Array:
     """Attention of each row's newest token over all its tokens.
 
@@ -45,8 +46,10 @@ def paged_attention(
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
       implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
-      k_scale, v_scale: f32 scalars that the pool's keys and values are to be multiplied by, for a pool of
-        float8_e4m3fn; None: 1.
+      kv_scales: f32[2], what the pool's keys and values are to be multiplied by, for a pool of float8_e4m3fn;
+        None: 1.
+      work: for "mosaic", what ``work_spec`` planned for these rows; seq_lens is then not looked at. None: it is
+        planned in-graph, which costs a handful of small launches.
 
     Returns:
       ``[R, N, H]`` in q's type; the softmax and both sums are float32.
@@ -60,12 +63,32 @@ def paged_attention(
     if q.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"decode takes one query a row; got {q.shape[0]} queries and {seq_lens.shape[0]} rows")
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
-    scales = kv_scales(k_scale, v_scale)
+    check_kv_scales(kv_scales)
     if implementation == "xla":
-        return _paged_attention(q, kv, block_tables, seq_lens, sinks, scales, options=options)
-    tuning = _mosaic_tuning(q, kv, interpret)
+        return _paged_attention(q, kv, block_tables, seq_lens, sinks, kv_scales, options=options)
+    spec = work_spec(q, kv, block_tables.shape[1], window=window, interpret=interpret)
     return _paged_attention_mosaic(
-        q, kv, block_tables, seq_lens, sinks, scales, options=options, tuning=tuning, interpret=interpret
+        q, kv, block_tables, seq_lens, sinks, kv_scales, work, options=options, spec=spec, interpret=interpret
+    )
+
+
+def work_spec(
+    q: jax.ShapeDtypeStruct | jax.Array,
+    kv: jax.ShapeDtypeStruct | jax.Array,
+    max_blocks: int,
+    *,
+    window: int | None = None,
+    interpret: Any = None,
+) -> WorkSpec:
+    """How "mosaic" plans the work of calls like this one, with ``max_blocks`` blocks a row. Raises ValueError for a
+    shape that it cannot serve."""
+    tuning = _mosaic_tuning(q, kv, interpret)
+    return WorkSpec(
+        num_kv_heads=kv.shape[2],
+        block_size=kv.shape[3],
+        max_keys=max_blocks * kv.shape[3],
+        window=window,
+        tuning=tuning,
     )
 
 
@@ -87,7 +110,9 @@ def _paged_attention(
     return (out * scales[1]).astype(q.dtype)
 
 
-def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningConfig:
+def _mosaic_tuning(
+    q: jax.ShapeDtypeStruct | jax.Array, kv: jax.ShapeDtypeStruct | jax.Array, interpret: Any
+) -> MosaicTuningConfig:
     """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
     kernel cannot serve."""
     num_kv_heads, block_size, head_dim = kv.shape[2:]
@@ -103,17 +128,19 @@ def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningC
     return mosaic_tuning(head_dim, kv.dtype.itemsize, interpreted=interpret is not None)
 
 
-@partial(jax.jit, static_argnames=("options", "tuning", "interpret"))
+@partial(jax.jit, static_argnames=("options", "spec", "interpret"))
 def _paged_attention_mosaic(
     q: jax.Array,
     kv: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
-    scales: jax.Array | None,
+    kv_scales: jax.Array | None,
+    work: WorkPlan | None,
     options: AttentionOptions,
-    tuning: MosaicTuningConfig,
+    spec: WorkSpec,
     interpret: Any,
 ) -> jax.Array:
     kernel = load_mosaic("paged_attention").paged_attention_mosaic
-    return kernel(q, kv, block_tables, seq_lens, sinks, options, tuning, interpret, scales)
+    work = spec.plan(seq_lens) if work is None else work
+    return kernel(q, kv, block_tables, work, sinks, options, spec.tuning, interpret, kv_scales)

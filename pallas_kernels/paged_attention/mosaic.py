@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions
 from ..compat import interpret_option
 from .config import MosaicTuningConfig
-from .work import WorkPlan, num_work_items, plan_work
+from .work import WorkPlan
 
 ROWS = 64
 """wgmma's M: the query heads of one KV head, padded."""
@@ -38,7 +38,7 @@ def paged_attention_mosaic(
     q: jax.Array,
     kv: jax.Array,
     block_tables: jax.Array,
-    seq_lens: jax.Array,
+    work: WorkPlan,
     sinks: jax.Array | None,
     options: AttentionOptions,
     tuning: MosaicTuningConfig,
@@ -48,23 +48,8 @@ def paged_attention_mosaic(
     """Shapes as in ``paged_attention``, within what ``dispatch.check_mosaic_shapes`` accepts.
 
     ``kv_scales``: f32[2], what the pool's keys and values are to be multiplied by; None: nothing.
-    ``interpret``: None on a GPU, ``dispatch.gpu_interpreter()`` on a CPU. The work list depends on lengths and window
-    only: XLA computes it once for all layers that agree on these.
+    ``interpret``: None on a GPU, ``dispatch.gpu_interpreter()`` on a CPU.
     """
-    num_rows, (num_kv_heads, block_size) = q.shape[0], kv.shape[2:4]
-    max_keys = block_tables.shape[1] * block_size
-    if options.window is not None:
-        max_keys = min(max_keys, options.window + block_size - 1)
-    work = plan_work(
-        seq_lens,
-        num_items=num_work_items(
-            num_rows, max_keys, num_kv_heads, tuning.target_thread_blocks, tuning.min_keys_per_item
-        ),
-        block_size=block_size,
-        tile_kv=tuning.tile_kv,
-        min_keys=tuning.min_keys_per_item,
-        window=options.window,
-    )
     partials, logsumexps = attend_items(q, kv, block_tables, work, options, tuning, interpret, kv_scales)
     return combine_items(partials, logsumexps, work, sinks, q.shape, q.dtype, interpret)
 

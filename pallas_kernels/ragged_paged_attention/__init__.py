@@ -8,11 +8,13 @@ import jax.numpy as jnp
 
 from ..attention_common import AttentionOptions, check_attention_inputs
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
+from ..paged_attention import work_spec as decode_work_spec
 from ..tuning import current_gpu, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
+from .work import MixedWorkPlan, Split, WorkSpec
 from .xla import ragged_paged_attention_xla
 
-__all__ = ["ragged_paged_attention"]
+__all__ = ["ragged_paged_attention", "work_spec"]
 
 
 def ragged_paged_attention(
@@ -28,6 +30,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: Any = None,
+    work: MixedWorkPlan | None = None,
 ) -> jax.Array:
     """Causal attention of the tokens of this step, packed row after row.
 
@@ -46,6 +49,8 @@ def ragged_paged_attention(
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
       implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
+      work: for "mosaic", what ``work_spec`` planned for these tokens and rows; query_start_loc and seq_lens are then
+        not looked at. None: it is planned in-graph, which costs some dozen small launches.
 
     Returns:
       ``[T, N, H]`` in q's type; the softmax and both sums are float32.
@@ -64,9 +69,27 @@ def ragged_paged_attention(
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
     if implementation == "xla":
         return _ragged_paged_attention(q, kv, block_tables, query_start_loc, seq_lens, sinks, options=options)
-    tuning = _mosaic_tuning(q, kv, interpret)
+    spec = work_spec(q, kv, block_tables.shape[1], window=window, interpret=interpret)
+    lengths = (query_start_loc, seq_lens)
     return _ragged_paged_attention_mosaic(
-        q, kv, block_tables, query_start_loc, seq_lens, sinks, options=options, tuning=tuning, interpret=interpret
+        q, kv, block_tables, *lengths, sinks, work, options=options, spec=spec, interpret=interpret
+    )
+
+
+def work_spec(
+    q: jax.ShapeDtypeStruct | jax.Array,
+    kv: jax.ShapeDtypeStruct | jax.Array,
+    max_blocks: int,
+    *,
+    window: int | None = None,
+    interpret: Any = None,
+) -> WorkSpec:
+    """How "mosaic" plans the work of calls like this one, with ``max_blocks`` blocks a row. Raises ValueError for a
+    shape that it cannot serve."""
+    return WorkSpec(
+        split=Split.of(q.shape[1] // kv.shape[2], q.shape[2]),
+        tuning=_mosaic_tuning(q, kv, interpret),
+        decode=decode_work_spec(q, kv, max_blocks, window=window, interpret=interpret),
     )
 
 
@@ -84,7 +107,9 @@ def _ragged_paged_attention(
     return ragged_paged_attention_xla(q, kv, block_tables, query_start_loc, seq_lens, sinks, options)
 
 
-def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningConfig:
+def _mosaic_tuning(
+    q: jax.ShapeDtypeStruct | jax.Array, kv: jax.ShapeDtypeStruct | jax.Array, interpret: Any
+) -> MosaicTuningConfig:
     """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
     kernel cannot serve."""
     num_kv_heads, block_size, head_dim = kv.shape[2:]
@@ -97,7 +122,7 @@ def _mosaic_tuning(q: jax.Array, kv: jax.Array, interpret: Any) -> MosaicTuningC
     return MosaicTuningConfig(**tuned) if tuned else mosaic_tuning(head_dim, interpreted=interpret is not None)
 
 
-@partial(jax.jit, static_argnames=("options", "tuning", "interpret"))
+@partial(jax.jit, static_argnames=("options", "spec", "interpret"))
 def _ragged_paged_attention_mosaic(
     q: jax.Array,
     kv: jax.Array,
@@ -105,9 +130,11 @@ def _ragged_paged_attention_mosaic(
     query_start_loc: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    work: MixedWorkPlan | None,
     options: AttentionOptions,
-    tuning: MosaicTuningConfig,
+    spec: WorkSpec,
     interpret: Any,
 ) -> jax.Array:
     kernel = load_mosaic("ragged_paged_attention").ragged_paged_attention_mosaic
-    return kernel(q, kv, block_tables, query_start_loc, seq_lens, sinks, options, tuning, interpret)
+    work = spec.plan(query_start_loc, seq_lens, q.shape[0]) if work is None else work
+    return kernel(q, kv, block_tables, seq_lens, sinks, work, options, spec.tuning, interpret)

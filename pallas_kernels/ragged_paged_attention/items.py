@@ -11,34 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention_common import AttentionOptions
 from .config import MosaicTuningConfig
-from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN
-
-WG_QUERIES = 64
-"""Queries per compute warpgroup: the M of wgmma."""
-COMPUTE_WGS = 2
-MAX_COLUMNS = 128
-"""Of a compute warpgroup's sum of values."""
+from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, WG_QUERIES, Split
 
 Ref = Any
 """A Pallas reference."""
-
-
-class Split(NamedTuple):
-    """What an item's two compute warpgroups share out; one of these is 2, the others 1."""
-
-    heads: int
-    tokens: int
-    columns: int
-
-
-def _split(group: int, head_dim: int) -> Split:
-    """A warpgroup has registers for a sum of 64 x 128. A wider head is halved by columns: then both warpgroups compute
-    all scores, half as much work again. Else two heads, for finer tiles along the diagonal, if the group is even."""
-    if head_dim > MAX_COLUMNS:
-        return Split(heads=1, tokens=1, columns=COMPUTE_WGS)
-    if group % COMPUTE_WGS:
-        return Split(heads=1, tokens=COMPUTE_WGS, columns=1)
-    return Split(heads=COMPUTE_WGS, tokens=1, columns=1)
 
 
 @dataclass(frozen=True)
@@ -60,8 +36,8 @@ class KernelShape:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def split(self) -> "Split":
-        return _split(self.group, self.head_dim)
+    def split(self) -> Split:
+        return Split.of(self.group, self.head_dim)
 
     @property
     def slices(self) -> int:
@@ -134,11 +110,6 @@ class WarpgroupRows(NamedTuple):
     first_row: jax.Array
     num_rows: jax.Array
     first_pos: jax.Array  # of row 0; may be negative
-
-
-def tile_tokens(group: int, head_dim: int) -> int:
-    """Query tokens per tile of ``work.plan_tiles``."""
-    return WG_QUERIES * _split(group, head_dim).tokens
 
 
 def for_each_item(refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> None:

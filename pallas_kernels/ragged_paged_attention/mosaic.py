@@ -23,20 +23,8 @@ from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions, visible
 from ..compat import interpret_option
 from ..paged_attention import paged_attention
 from .config import MosaicTuningConfig
-from .items import (
-    COMPUTE_WGS,
-    WG_QUERIES,
-    Item,
-    KernelShape,
-    Ref,
-    Refs,
-    WarpgroupRows,
-    for_each_item,
-    load_item,
-    tile_tokens,
-    warpgroup_rows,
-)
-from .work import ALIGNMENT, TilePlan, plan_tiles
+from .items import Item, KernelShape, Ref, Refs, WarpgroupRows, for_each_item, load_item, warpgroup_rows
+from .work import ALIGNMENT, COMPUTE_WGS, WG_QUERIES, MixedWorkPlan, TilePlan
 
 COMPUTE_REGISTERS, FETCH_REGISTERS = 216, 72
 """Per thread, multiples of 8; three warpgroups share 512 - 8."""
@@ -56,43 +44,32 @@ def ragged_paged_attention_mosaic(
     q: jax.Array,
     kv: jax.Array,
     block_tables: jax.Array,
-    query_start_loc: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    work: MixedWorkPlan,
     options: AttentionOptions,
     tuning: MosaicTuningConfig,
     interpret: Any = None,
 ) -> jax.Array:
     """Shapes as in ``ragged_paged_attention``, within what ``dispatch.check_mosaic_shapes`` accepts.
 
-    Rows with one query token go through ``paged_attention``, the others through this package's kernel. The tiles
-    depend on lengths and window only: XLA plans them once for all layers that agree on these.
+    Rows with one query token go through ``paged_attention``, the others through this package's kernel.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    plan = plan_tiles(
-        query_start_loc,
-        seq_lens,
-        num_tokens=num_tokens,
-        tile_q=tile_tokens(num_heads // kv.shape[2], head_dim),
-        tile_kv=tuning.tile_kv,
-        window=options.window,
-    )
-    out = attend_tiles(q, kv, block_tables, plan, sinks, options, tuning, interpret)
-    is_single = jnp.diff(query_start_loc) == 1
-    first_token = query_start_loc[:-1]
+    out = attend_tiles(q, kv, block_tables, work.tiles, sinks, options, tuning, interpret)
     single_out = paged_attention(
-        q[jnp.minimum(first_token, num_tokens - 1)],
+        q.at[work.single_tokens].get(mode="clip"),
         kv,
         block_tables,
-        jnp.where(is_single, seq_lens, 0),
+        seq_lens,
         scale=options.scale,
         window=options.window,
         softcap=options.softcap,
         sinks=sinks,
         implementation="mosaic",
         interpret=interpret,
+        work=work.singles,
     )
-    return out.at[jnp.where(is_single, first_token, num_tokens)].set(single_out, mode="drop")
+    return out.at[work.single_tokens].set(single_out, mode="drop")
 
 
 def attend_tiles(

@@ -44,7 +44,7 @@ def attend(num_layers: int, arrays: dict, **options) -> jax.Array:
             *(arrays[name] for name in ("kv", "tables", "lens")),
             sinks=arrays.get("sinks"),
             **options,
-            **arrays.get("scales", {}),
+            kv_scales=arrays.get("scales"),
             implementation="mosaic",
         )
     return q
@@ -64,7 +64,7 @@ def report(model: str, num_layers: int = 1) -> CompileReport:
     if shape["has_sinks"]:
         arrays["sinks"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
     if "kv_dtype" in shape:
-        arrays["scales"] = dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((), jnp.float32))
+        arrays["scales"] = jax.ShapeDtypeStruct((2,), jnp.float32)
     options = {"scale": head_dim**-0.5, "window": shape.get("window"), "softcap": shape.get("softcap")}
     return compile_for("h200", partial(attend, num_layers, **options), arrays)
 

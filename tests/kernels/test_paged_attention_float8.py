@@ -20,16 +20,15 @@ def error(**scales) -> float:
 
 
 def test_scales_apply():
-    assert error(k_scale=K_SCALE, v_scale=jnp.float32(V_SCALE)) <= 1e-5
+    assert error(kv_scales=jnp.asarray([K_SCALE, V_SCALE])) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "scales", [{}, {"k_scale": K_SCALE}, {"v_scale": V_SCALE}, {"k_scale": V_SCALE, "v_scale": K_SCALE}]
-)
+@pytest.mark.parametrize("scales", [None, (K_SCALE, 1.0), (1.0, V_SCALE), (V_SCALE, K_SCALE)])
 def test_a_missing_or_wrong_scale_is_caught(scales):
-    assert error(**scales) > 1e-2
+    assert error(kv_scales=None if scales is None else jnp.asarray(scales)) > 1e-2
 
 
-def test_a_scale_that_is_no_scalar_is_named():
-    with pytest.raises(ValueError, match=r"v_scale must be a scalar; got shape \(2,\)"):
-        error(v_scale=jnp.ones(2))
+@pytest.mark.parametrize("scales", [jnp.ones(3), jnp.ones((2, 1)), jnp.ones(2, jnp.bfloat16)])
+def test_scales_of_another_form_are_named(scales):
+    with pytest.raises(ValueError, match=r"kv_scales must be float32 \[2\]; got"):
+        error(kv_scales=scales)

@@ -12,7 +12,7 @@ from paged_pool import PagedBatch, make_paged_batch, worst_error
 from octavo.pallas_kernels.attention_common import AttentionOptions
 from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.dispatch import load_mosaic
-from octavo.pallas_kernels.paged_attention import paged_attention
+from octavo.pallas_kernels.paged_attention import paged_attention, work_spec
 from octavo.pallas_kernels.paged_attention.config import mosaic_tuning
 from octavo.pallas_kernels.paged_attention.reference import paged_attention_reference
 from octavo.pallas_kernels.paged_attention.work import WorkPlan, plan_work
@@ -99,13 +99,11 @@ def test_agrees_with_reference(name):
     """Lengths about the block size, items of one and several tiles, permuted, shared and repeated blocks, NaN in
     every slot that no row sees."""
     case = CASES[name]
-    k_scale, v_scale = case.kv_scales if case.kv_dtype else (None, None)
     got = interpreted(
         paged_attention,
         *case.batch().arrays,
         **case.kwargs,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        kv_scales=jnp.asarray(case.kv_scales) if case.kv_dtype else None,
         implementation="mosaic",
         interpret=INTERPRET,
     )
@@ -123,9 +121,10 @@ def run_small(case: Case = SMALL, batch: PagedBatch | None = None, **changes) ->
     """The kernel traced afresh, so that what a test patched in it takes effect: (worst error, result)."""
     batch = batch or case.batch()
     options = AttentionOptions(**{"scale": case.scale, "window": case.window, **changes})
-    tuning = mosaic_tuning(case.head_dim, interpreted=True)
-    run = partial(mosaic.paged_attention_mosaic, options=options, tuning=tuning, interpret=INTERPRET)
-    got = interpreted(jax.jit(run), *batch.arrays, case.sinks)
+    spec = work_spec(batch.q, batch.kv, batch.tables.shape[1], window=options.window, interpret=INTERPRET)
+    run = partial(mosaic.paged_attention_mosaic, options=options, tuning=spec.tuning, interpret=INTERPRET)
+    work = spec.plan(np.asarray(batch.lens))
+    got = interpreted(jax.jit(run), batch.q, batch.kv, batch.tables, work, case.sinks)
     return worst_error(got, case.reference()), got
 
 
@@ -191,7 +190,7 @@ def test_partials_are_exact_to_the_probabilities_rounding():
     probabilities to bfloat16. Rows of one tile or less come out of one item, padding items are not written."""
     case = Case(4, 2, 64, 16, (0, 40, 150))
     batch, tuning = case.batch(), mosaic_tuning(64, interpreted=True)
-    work = plan_work(batch.lens, num_items=6, block_size=16, tile_kv=64, min_keys=64, window=None)
+    work = plan_work(np.asarray(batch.lens), num_items=6, block_size=16, tile_kv=64, min_keys=64, window=None)
     run = partial(mosaic.attend_items, options=case.options, tuning=tuning, interpret=INTERPRET)
     partials, logsumexps = map(np.asarray, interpreted(jax.jit(run), batch.q, batch.kv, batch.tables, work))
     items = np.asarray(work.items)

@@ -13,7 +13,7 @@ from octavo.pallas_kernels.aot import aot_missing, compile_for
 from octavo.pallas_kernels.attention_common import AttentionOptions
 from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.dispatch import load_mosaic
-from octavo.pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from octavo.pallas_kernels.ragged_paged_attention import ragged_paged_attention, work_spec
 from octavo.pallas_kernels.ragged_paged_attention.config import mosaic_tuning
 from octavo.pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
 from octavo.pallas_kernels.ragged_paged_attention.work import (
@@ -130,13 +130,11 @@ def attend_tiles(case: Case, arrays: tuple[jax.Array, ...], **changes) -> jax.Ar
     """The kernel alone, traced afresh, so that what a test patched in it takes effect."""
     q, kv, tables, starts, lens = arrays
     options = replace(case.options, **changes)
-    tuning = replace(mosaic_tuning(case.head_dim, interpreted=True), num_ctas=1)
-    tile_q = mosaic.tile_tokens(case.num_heads // case.num_kv_heads, case.head_dim)
+    spec = work_spec(q, kv, tables.shape[1], window=options.window, interpret=INTERPRET)
+    tuning = replace(spec.tuning, num_ctas=1)
+    plan = spec.plan(np.asarray(starts), np.asarray(lens), case.num_tokens).tiles
 
     def run(q, kv):
-        plan = plan_tiles(
-            starts, lens, num_tokens=case.num_tokens, tile_q=tile_q, tile_kv=tuning.tile_kv, window=options.window
-        )
         return mosaic.attend_tiles(q, kv, tables, plan, case.sinks, options, tuning, INTERPRET)
 
     return jax.jit(run)(q, kv)
@@ -207,7 +205,7 @@ def test_plan_covers_every_token_once(tile_q):
     lens = [0, 9, 2, 100, 64, 65, 1, 1000, 5, 300]
     starts, num_tokens = np.cumsum([0, *query_lens]), 400
     plan = plan_tiles(
-        *(jnp.asarray(x, jnp.int32) for x in (starts, lens)), num_tokens=num_tokens, tile_q=tile_q, tile_kv=64
+        *(np.asarray(x, np.int32) for x in (starts, lens)), num_tokens=num_tokens, tile_q=tile_q, tile_kv=64
     )
     assert plan.tiles.shape[0] == max_tiles(num_tokens, len(lens), tile_q)
     tiles = np.asarray(plan.tiles)[: int(plan.num_tiles[0])]
@@ -228,7 +226,7 @@ def test_plan_covers_every_token_once(tile_q):
 
 def test_plan_counts_the_window_as_cost():
     """A long row that sees little comes after a short one that sees more."""
-    starts, lens = (jnp.asarray(x, jnp.int32) for x in ([0, 8, 72], [4096, 190]))
+    starts, lens = (np.asarray(x, np.int32) for x in ([0, 8, 72], [4096, 190]))
     plan = plan_tiles(starts, lens, num_tokens=72, tile_q=64, tile_kv=64, window=100)
     assert np.asarray(plan.tiles)[:2, [ROW, FIRST_TOKEN, NUM_TOKENS]].tolist() == [[1, 8, 64], [0, 0, 8]]
 
