@@ -5,7 +5,7 @@ The life of a request, and where each part of it lives:
  1. ``serving`` parses and validates the HTTP request; ``LLM`` and ``AsyncLLM`` start here.
  2. ``tokenizer`` renders the chat template and encodes, in a worker pool.
  3. ``input_processor`` checks ids and options and refuses what can never run (``admission``).
- 4. ``core_client`` hands the message to the core's thread.
+ 4. ``core_client`` sends it to the core's process (``wire``), where ``core_server`` takes it in.
  5. ``scheduler.schedule`` decides who runs in the next step, with how many tokens.
  6. ``kv_cache_manager.allocate_slots`` finds cached prefixes and hands out blocks (``block_pool``).
  7. ``input_batch.pack`` pads the plan to a bucket (``buckets``): one int32 vector.

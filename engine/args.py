@@ -65,4 +65,6 @@ class EngineArgs:
     max_logprobs: int = 20
     attention_backend: str = "auto"
     """auto, xla or mosaic."""
+    engine_step_timeout: float = 300.0
+    """Seconds without a finished step, while there is work, after which the core counts as dead (not for ``LLM``)."""
     disable_log_stats: bool = False

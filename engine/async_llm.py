@@ -1,4 +1,7 @@
-"""``AsyncLLM``: many requests at once, each an async iterator; what the server runs on."""
+"""``AsyncLLM``: many requests at once, each an async iterator; what the server runs on.
+
+The text is made here; the model runs in the core's process (``core_client``). This module never imports jax.
+"""
 
 import asyncio
 import itertools
@@ -10,10 +13,10 @@ from typing import Any, TypeVar
 
 from .args import EngineArgs
 from .config import EngineConfig
-from .core_client import CoreThread
+from .core_client import CoreClient, OwnCore
 from .errors import EngineDeadError, RequestError
+from .frontend import open_model
 from .input_processor import InputProcessor, Prompt, default_sampling_params
-from .launch import launch_core, open_model
 from .messages import AbortRequest, StepOutputs, StepStats
 from .metrics import NullStatSink, StatSink
 from .output_collector import RequestOutputCollector
@@ -32,15 +35,17 @@ TEXT_THREADS = 2
 class AsyncLLM:
     """An engine beside an event loop. ``await start()`` first; then ``generate`` from that loop.
 
-    ``config``, ``tokenizer`` and ``default_sampling_params`` are there once ``start`` has returned.
+    ``config``, ``tokenizer`` and ``default_sampling_params`` are there once ``start`` has returned. ``core`` is the
+    core to use; None starts one, in a process that ends with this one at the latest.
     """
 
-    def __init__(self, args: EngineArgs, *, stat_sink: StatSink | None = None) -> None:
+    def __init__(self, args: EngineArgs, *, stat_sink: StatSink | None = None, core: CoreClient | None = None) -> None:
         self._args = args
         self._config = EngineConfig.from_args(args)
         self._stat_sink = stat_sink or NullStatSink()
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="octavo-text")
-        self._core: CoreThread | None = None
+        self._core: CoreClient = core or OwnCore()
+        self._started = False
         self._collectors: dict[str, RequestOutputCollector] = {}
         self._engine_ids: dict[str, str] = {}
         """The caller's id -> the engine's own (rule R22)."""
@@ -63,35 +68,40 @@ class AsyncLLM:
     @property
     def ready(self) -> bool:
         """Loaded, warm and alive."""
-        return self._core is not None and self.dead_error is None
+        return self._started and self.dead_error is None
 
     @property
     def dead_error(self) -> BaseException | None:
-        return self._death or (self._core.dead_error if self._core else None)
+        return self._death or self._core.dead_error
 
     async def start(self) -> None:
-        """Loads the model and warms up, in a worker thread. Raises ConfigError."""
+        """Starts the core and waits until it has loaded the model and is warm. Raises ConfigError."""
         self._loop = asyncio.get_running_loop()
-        await self._in_pool(self._load)
-
-    def _load(self) -> None:
-        args = self._args
-        frontend = open_model(self._config, skip_tokenizer=args.skip_tokenizer_init, chat_template=args.chat_template)
-        core, self._config = launch_core(self._config, frontend)
+        args, core = self._args, self._core
+        try:
+            core.begin(self._config)
+            frontend = await self._in_pool(
+                lambda: open_model(
+                    self._config, skip_tokenizer=args.skip_tokenizer_init, chat_template=args.chat_template
+                )
+            )
+            self.default_sampling_params = default_sampling_params(
+                frontend.resolved.config.sampling_defaults, args.generation_config, args.override_generation_config
+            )
+            self._config = await core.start(self._config, frontend, self._take_outputs, self._fail_all)
+        except BaseException:
+            core.stop()
+            raise
         self.tokenizer = frontend.tokenizer
-        self.default_sampling_params = default_sampling_params(
-            frontend.resolved.config.sampling_defaults, args.generation_config, args.override_generation_config
-        )
         self._inputs = InputProcessor(self._config, frontend.tokenizer)
         self._outputs = OutputProcessor(frontend.tokenizer, self._stat_sink)
-        self._core = CoreThread(core, self._post_outputs, self._post_death)
-        self._core.start()
+        self._started = True
 
     def shutdown(self) -> None:
         """Ends the engine; requests still open get EngineDeadError. May be called from any thread, and again."""
         self._closed = True
-        if self._core is not None:
-            self._core.stop()
+        self._core.stop()
+        if self._started:
             self._on_loop(self._fail_all, EngineDeadError("the engine was shut down"))
         self._pool.shutdown(wait=False)
 
@@ -110,7 +120,11 @@ class AsyncLLM:
             raise EngineDeadError("the engine is not running") from self.dead_error
 
     def stats(self) -> StepStats:
-        return self._core.stats() if self._core is not None else StepStats()
+        return self._core.stats()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False, and nothing done, while requests hold blocks."""
+        return await self._running_core().reset_prefix_cache()
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -133,7 +147,7 @@ class AsyncLLM:
             raise RequestError(f"sampling_params must be SamplingParams, got {type(sampling_params).__name__}")
         if request_id in self._engine_ids:
             raise RequestError(f"request id {request_id!r} is already in use", "request_id")
-        engine_id = f"{next(self._ids)}"
+        engine_id = f"{core.identity}-{next(self._ids)}"
         collector = RequestOutputCollector(sampling_params.output_kind)
         self._open(request_id, engine_id, collector)
         finished = False
@@ -199,11 +213,11 @@ class AsyncLLM:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *args)
 
-    def _running_core(self) -> CoreThread:
-        if self._core is None:
-            raise EngineDeadError("the engine has not been started")
+    def _running_core(self) -> CoreClient:
         if self.dead_error is not None:
             raise EngineDeadError(f"the engine has stopped: {self.dead_error}") from self.dead_error
+        if not self._started:
+            raise EngineDeadError("the engine has not been started")
         return self._core
 
     def _need_tokenizer(self) -> Tokenizer:
@@ -234,15 +248,8 @@ class AsyncLLM:
             collector.put(final)
 
     def _tell_core(self, abort: AbortRequest) -> None:
-        if self._core is not None:
-            with suppress(EngineDeadError):
-                self._core.send(abort)
-
-    def _post_outputs(self, outputs: StepOutputs) -> None:
-        self._on_loop(self._take_outputs, outputs)
-
-    def _post_death(self, error: BaseException) -> None:
-        self._on_loop(self._fail_all, error)
+        with suppress(EngineDeadError):
+            self._core.send(abort)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
         """Passes one step's outputs on. Where that fails they are lost, so the engine ends: nobody waits for ever."""
@@ -252,9 +259,8 @@ class AsyncLLM:
             processed = self._outputs.process(outputs)
         except Exception as error:
             logger.exception("a step's outputs could not be processed")
-            if self._core is not None:
-                self._core.stop(timeout_s=0.0)
             self._fail_all(error)
+            self._core.stop()
             return
         for abort in processed.aborts:
             self._tell_core(abort)

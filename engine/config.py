@@ -1,6 +1,7 @@
 """The engine's configuration: frozen parts, checked once; derived values come by ``resolve``, nothing changes after."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,6 +84,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
     seed: int = 0
+    engine_step_timeout_s: float = 300.0
     served_model_names: tuple[str, ...] = ()
     model_path: str = ""
     """Where the weights were found."""
@@ -132,6 +134,7 @@ class EngineConfig:
             attention_backend=args.attention_backend,
             max_logprobs=args.max_logprobs,
             seed=args.seed,
+            engine_step_timeout_s=float(args.engine_step_timeout),
             served_model_names=args.served_model_name or ((args.model,) if args.model else ()),
         )
 
@@ -284,6 +287,8 @@ def _check_ranges(args: EngineArgs) -> None:
         raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, got {args.max_logprobs}")
     if not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"seed must be a signed 64-bit integer, got {args.seed}")
+    if not 0.0 < args.engine_step_timeout < math.inf:
+        raise ConfigError(f"engine_step_timeout must be a number of seconds, got {args.engine_step_timeout}")
     if not all(args.served_model_name or ("-",)):
         raise ConfigError("served_model_name: a name is empty")
     if not 0 <= args.swap_space < 2**20:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,21 @@ from ..models.architectures import get_architecture
 from ..models.decoder import abstract_params
 from ..models.decoder_config import DecoderConfig
 from ..models.errors import ModelConfigError
-from ..models.kv_cache import KVCacheSpec
 from ..models.loading.default_model import MODEL_NAME
 from ..models.loading.errors import LoadError
 from ..models.loading.loader import load_params
-from ..models.loading.resolve import ResolvedModel, resolve_model
-from ..pallas_kernels.dispatch import AttentionShape, Choice, Device, select_implementation
-from ..pallas_kernels.work_lists import WorkListSpec
+from ..models.loading.resolve import ResolvedModel
+from ..pallas_kernels.dispatch import Device
 from .buckets import BucketTable
 from .compile_cache import COMPILES, enable_compile_cache
 from .config import GIB, EngineConfig
 from .core import EngineCore
+from .core_parts import choose_attention, host_planned_work, make_scheduler, state_spec
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
-from .host_tier import SWAP_CHUNK, HostTier
-from .kv_cache_manager import KVCacheManager
+from .host_tier import SWAP_CHUNK
 from .model_runner import ModelRunner
 from .programs import LoadedModel, Programs
-from .scheduler import Scheduler
-from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +38,6 @@ GPU_RESERVE_BYTES = GIB
 
 CUDA graphs and libraries live outside of that share.
 """
-
-
-@dataclass(frozen=True)
-class Frontend:
-    """What the text half of an engine needs: no device in it."""
-
-    resolved: ResolvedModel
-    tokenizer: Tokenizer | None
 
 
 def set_memory_fraction(fraction: float) -> None:
@@ -68,38 +56,18 @@ def backend_is_up() -> bool:
     return False
 
 
-def open_model(config: EngineConfig, *, skip_tokenizer: bool = False, chat_template: str | None = None) -> Frontend:
-    """Finds the model's files and loads its tokenizer. Raises ConfigError."""
-    options = config.model
-    try:
-        resolved = resolve_model(
-            options.model,
-            revision=options.revision,
-            download_dir=options.download_dir,
-            load_format=options.load_format,
-            hf_overrides=options.hf_overrides,
-        )
-    except (LoadError, ModelConfigError) as error:
-        raise ConfigError(str(error)) from error
-    if skip_tokenizer:
-        return Frontend(resolved, None)
-    tokenizer = Tokenizer.load(
-        str(resolved.path),
-        options.tokenizer,
-        # The model's own tokenizer is among its files already; another repository has revisions of its own.
-        revision=options.revision if options.tokenizer == options.model else None,
-        download_dir=options.download_dir,
-        chat_template=chat_template,
-    )
-    return Frontend(resolved, tokenizer)
-
-
 def launch_core(
-    config: EngineConfig, frontend: Frontend, *, progress: bool = True, compile_bar: bool = False
+    config: EngineConfig,
+    resolved: ResolvedModel,
+    tokenizer_size: int | None,
+    *,
+    progress: bool = True,
+    compile_bar: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
     """Loads weights, sizes the pool, compiles; the running core and the configuration with all derived values.
 
-    Raises ConfigError when the model or the options cannot be served.
+    ``tokenizer_size`` is the tokenizer's vocabulary, which the model's may exceed; None without a tokenizer. Raises
+    ConfigError when the model or the options cannot be served.
     """
     was_up = backend_is_up()
     set_memory_fraction(config.cache.gpu_memory_utilization)
@@ -107,8 +75,7 @@ def launch_core(
     if was_up and platform != "cpu":
         _warn_of_share_in_force(jax.devices()[0])
     enable_compile_cache(config.compile_cache_dir)
-    resolved = frontend.resolved
-    decoder_config, dtype, config = derive(config, frontend, platform)
+    decoder_config, dtype, config = derive(config, resolved, tokenizer_size, platform)
     mesh = Mesh(np.array(jax.devices()[: config.tensor_parallel_size]), ("tp",), axis_types=(AxisType.Auto,))
     choice = choose_attention(config, Device.of(mesh.devices.flat[0]), decoder_config, dtype)
     try:
@@ -150,38 +117,22 @@ def with_host_tier(config: EngineConfig, spec: StateSpec) -> EngineConfig:
     return config
 
 
-def make_scheduler(config: EngineConfig) -> Scheduler:
-    """The scheduler over the pool that ``config`` describes."""
-    cache = config.cache
-    kv = KVCacheManager(
-        config.num_blocks,
-        config.block_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        host_tier=HostTier(cache.num_host_chunks) if cache.num_host_chunks else None,
-    )
-    return Scheduler(
-        kv,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        seed=config.seed,
-    )
-
-
-def derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[DecoderConfig, jnp.dtype, EngineConfig]:
+def derive(
+    config: EngineConfig, resolved: ResolvedModel, tokenizer_size: int | None, platform: str
+) -> tuple[DecoderConfig, jnp.dtype, EngineConfig]:
     """What follows from the model and the platform: the decoder, the type it runs in, the configuration resolved."""
-    model_config = frontend.resolved.config
+    model_config = resolved.config
     try:
         decoder_config = get_architecture(model_config.architecture).decoder_config(model_config)
     except ModelConfigError as error:
         raise ConfigError(str(error)) from error
     vocab_size = decoder_config.vocab_size
-    if frontend.tokenizer is not None:
-        vocab_size = min(vocab_size, frontend.tokenizer.vocab_size)
+    if tokenizer_size is not None:
+        vocab_size = min(vocab_size, tokenizer_size)
     config = config.resolve(
         platform=platform,
         context_len=model_config.max_context_tokens,
-        model_path=str(frontend.resolved.path),
+        model_path=str(resolved.path),
         model_name=config.model.model or MODEL_NAME,
         vocab_size=vocab_size,
         eos_token_ids=frozenset(model_config.eos_token_ids),
@@ -192,57 +143,6 @@ def derive(config: EngineConfig, frontend: Frontend, platform: str) -> tuple[Dec
     if dtype == "float16":
         logger.warning("dtype float16 overflows in many models that were trained in bfloat16; bfloat16 is safer")
     return decoder_config, jnp.dtype(dtype), config
-
-
-def choose_attention(config: EngineConfig, device: Device, decoder: DecoderConfig, dtype: jnp.dtype) -> Choice:
-    """The attention implementation for the model on ``device``. ConfigError if it cannot be the one asked for."""
-    try:
-        return select_implementation(device, _attention_shape(config, decoder, dtype), config.attention_backend)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def host_planned_work(
-    config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, choice: Choice
-) -> WorkListSpec | None:
-    """What the host plans for the chosen kernels of each device; None where they want nothing."""
-    if choice.implementation != "mosaic":
-        return None
-    shape = _attention_shape(config, decoder, dtype, config.tensor_parallel_size)
-    windows = (layer.window for layer in decoder.layers)
-    return WorkListSpec.of(shape, config.max_blocks_per_request, windows, choice.interpret)
-
-
-def _attention_shape(
-    config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_shards: int = 1
-) -> AttentionShape:
-    return AttentionShape(
-        num_heads=decoder.num_heads // num_shards,
-        num_kv_heads=decoder.num_kv_heads // num_shards,
-        head_dim=decoder.head_dim,
-        block_size=config.block_size,
-        dtype=dtype.name,
-    )
-
-
-def state_spec(config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_blocks: int) -> StateSpec:
-    """All sizes of the device's state with a pool of ``num_blocks`` blocks."""
-    return StateSpec(
-        kv=KVCacheSpec(
-            num_layers=decoder.num_layers,
-            num_blocks=num_blocks,
-            num_kv_heads=decoder.num_kv_heads,
-            block_size=config.block_size,
-            head_dim=decoder.head_dim,
-            dtype=dtype,
-        ),
-        max_num_seqs=config.max_num_seqs,
-        max_blocks=config.max_blocks_per_request,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        hidden_size=decoder.hidden_size,
-        vocab_size=decoder.vocab_size,
-        dtype=dtype,
-    )
 
 
 def _num_blocks(

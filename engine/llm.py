@@ -9,8 +9,9 @@ from tqdm import tqdm
 from .args import EngineArgs
 from .config import EngineConfig
 from .errors import RequestError
+from .frontend import open_model
 from .input_processor import InputProcessor, Prompt, default_sampling_params
-from .launch import launch_core, open_model
+from .launch import launch_core
 from .metrics import NullStatSink
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
@@ -31,7 +32,7 @@ class LLM:
         args = EngineArgs(model=model, **options)
         config = EngineConfig.from_args(args)
         frontend = open_model(config, skip_tokenizer=args.skip_tokenizer_init, chat_template=args.chat_template)
-        self._core, self.config = launch_core(config, frontend, compile_bar=True)
+        self._core, self.config = launch_core(config, frontend.resolved, frontend.vocab_size, compile_bar=True)
         self._tokenizer = frontend.tokenizer
         self._inputs = InputProcessor(self.config, frontend.tokenizer)
         self._outputs = OutputProcessor(frontend.tokenizer, NullStatSink())

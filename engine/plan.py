@@ -28,7 +28,8 @@ from .buckets import Bucket, BucketTable
 from .config import EngineConfig
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
-from .launch import GPU_RESERVE_BYTES, Frontend, choose_attention, derive, host_planned_work, open_model, state_spec
+from .find_model import find_model
+from .launch import GPU_RESERVE_BYTES, choose_attention, derive, host_planned_work, state_spec
 from .plan_report import GIB, Floor, KernelPlan, MemoryPlan, Plan, StepPlan
 from .programs import LoadedModel, Programs
 from .step_floor import StepWork, floor_seconds
@@ -50,7 +51,7 @@ class DraftEngine:
         self.num_devices = args.tensor_parallel_size
         config = EngineConfig.from_args(replace(args, tensor_parallel_size=1))
         config = replace(config, tensor_parallel_size=self.num_devices)
-        self.decoder, self.dtype, self.config = derive(config, _frontend(config), "gpu")
+        self.decoder, self.dtype, self.config = derive(config, _resolve(config), None, "gpu")
         try:
             self.mesh = target_mesh(target, self.num_devices)
             device = Device.of(self.mesh.devices.flat[0])
@@ -175,12 +176,11 @@ def _fit(config: EngineConfig, memory: MemoryPlan, num_blocks: int) -> tuple[Eng
         return config, str(error)
 
 
-def _frontend(config: EngineConfig) -> Frontend:
+def _resolve(config: EngineConfig) -> ResolvedModel:
     name = config.model.model
     if name is not None and name in PRESETS:
-        return Frontend(ResolvedModel(Path(name), "dummy", preset_config(name, config.model.hf_overrides)), None)
-    shapes_only = replace(config, model=replace(config.model, load_format="dummy"))
-    return open_model(shapes_only, skip_tokenizer=True)
+        return ResolvedModel(Path(name), "dummy", preset_config(name, config.model.hf_overrides))
+    return find_model(replace(config.model, load_format="dummy"))
 
 
 def place_params(params: Any, specs: Any, mesh: Mesh) -> Any:

@@ -236,6 +236,12 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
         "--compile-cache-dir", help="where compiled programs are kept (default: ~/.cache/octavo/compiled)"
     )
     group.add_argument("--attention-backend", default="auto", help="auto, xla or mosaic")
+    group.add_argument(
+        "--engine-step-timeout",
+        type=seconds,
+        default=300.0,
+        help="seconds without a finished step, while there is work, after which the engine counts as dead",
+    )
 
 
 def _add_server_options(group: "argparse._ArgumentGroup") -> None:

@@ -20,7 +20,6 @@ LAYERS = ("pallas_kernels", "models", "engine", "serving")
 DEVICE_HALF = {
     "compile_cache",
     "core",
-    "core_client",
     "core_parts",
     "core_process",
     "device_state",
@@ -32,11 +31,16 @@ DEVICE_HALF = {
     "step_work",
     "warmup",
     "llm",
-    "async_llm",
 }
 """Engine modules that may import jax and models, besides ``sampler*``. All others are the host half."""
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "orbax"}
-JAX_FREE_MODELS = {"models.config", "models.errors", "models.loading.errors", "models.loading.gguf_file"}
+JAX_FREE_MODELS = {
+    "models.config",
+    "models.errors",
+    "models.loading.errors",
+    "models.loading.gguf_file",
+    "models.loading.resolve",
+}
 """Modules of ``models`` without jax, which the host half may read."""
 LAZY_IMPORTS = {
     ("__init__.py", "__getattr__"),

@@ -12,7 +12,7 @@ from conftest_paths import CACHE_FOLDER
 from tiny_model import tiny_model
 
 from octavo import LLM, RequestError, SamplingParams
-from octavo.engine import launch
+from octavo.engine import frontend
 from octavo.engine.args import EngineArgs
 from octavo.engine.compile_cache import COMPILES
 from octavo.engine.config import EngineConfig
@@ -357,9 +357,9 @@ def test_eager_compiles_on_first_use_only(folder, alone):
 
 def test_the_models_revision_is_not_asked_of_another_tokenizer(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(launch, "resolve_model", lambda *args, **options: SimpleNamespace(path=folder))
-    monkeypatch.setattr(launch.Tokenizer, "load", lambda *args, revision, **options: asked.append(revision))
+    monkeypatch.setattr(frontend, "find_model", lambda options: SimpleNamespace(path=folder))
+    monkeypatch.setattr(frontend.Tokenizer, "load", lambda *args, revision, **options: asked.append(revision))
     for tokenizer in (None, "some/other", str(folder)):
         args = EngineArgs(model=str(folder), revision="v2", tokenizer=tokenizer)
-        launch.open_model(EngineConfig.from_args(args))
+        frontend.open_model(EngineConfig.from_args(args))
     assert asked == [None, None, "v2"]

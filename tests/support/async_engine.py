@@ -6,6 +6,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from conftest_paths import CACHE_FOLDER
+from core_thread import CoreThread
 
 from octavo import AsyncLLM
 from octavo.engine.args import EngineArgs
@@ -32,15 +33,16 @@ class Sink(NullStatSink):
 
 
 class Running:
-    """A started engine, what it told its sink, and a hand on its loop."""
+    """A started engine, its core in a thread of this process, what it told its sink, and a hand on its loop."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.sink = Sink()
-        self.engine = AsyncLLM(EngineArgs(model=str(folder), **{**OPTIONS, **options}), stat_sink=self.sink)
+        args = EngineArgs(model=str(folder), **{**OPTIONS, **options})
+        self.engine = AsyncLLM(args, stat_sink=self.sink, core=CoreThread())
 
     @property
     def core(self):
-        return self.engine._core._core
+        return self.engine._core.core
 
     def generate(self, prompt, params, request_id: str):
         return aclosing(self.engine.generate(prompt, params, request_id))

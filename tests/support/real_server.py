@@ -1,4 +1,4 @@
-"""``octavo serve`` inside a test's event loop: the real engine behind a real socket."""
+"""The server inside a test's event loop: the real engine, its core in a thread, behind a real socket."""
 
 import asyncio
 import time
@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import openai
 from conftest_paths import CACHE_FOLDER
+from core_thread import CoreThread
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.async_llm import AsyncLLM
@@ -39,8 +40,10 @@ class RealServer:
 
     @property
     def core(self) -> EngineCore:
-        assert self.engine._core is not None
-        return self.engine._core._core
+        core = self.engine._core
+        assert isinstance(core, CoreThread)
+        assert core.core is not None
+        return core.core
 
     async def post(self, path: str, **body: Any) -> Any:
         """The JSON of a POST that is answered with 200."""
@@ -79,7 +82,10 @@ class RealServer:
 async def serve(folder: Path, *options: str) -> AsyncIterator[RealServer]:
     """Started as the command starts it; stopped as a signal stops it, which must succeed."""
     args = cli.make_parser().parse_args(["serve", str(folder), *FLAGS, *options])
-    server = Server(flags.engine_args(args), flags.server_options(args, []), cli.make_engine)
+    options = flags.server_options(args, [])
+    server = Server(
+        flags.engine_args(args), options, lambda args, sink: AsyncLLM(args, stat_sink=sink, core=CoreThread())
+    )
     task = asyncio.create_task(server.run())
     deadline_s = time.monotonic() + 200
     while not (server.state.engine is not None and server.state.engine.ready):
