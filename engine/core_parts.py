@@ -6,6 +6,7 @@ from ..models.decoder_config import DecoderConfig
 from ..models.kv_cache import KVCacheSpec
 from ..pallas_kernels.dispatch import AttentionShape, Choice, Device, select_implementation
 from ..pallas_kernels.work_lists import WorkListSpec
+from .admission import QueueLimits
 from .config import EngineConfig
 from .device_state import StateSpec
 from .errors import ConfigError
@@ -29,6 +30,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         seed=config.seed,
+        limits=QueueLimits(config.scheduler.max_num_queued_reqs, config.scheduler.max_num_queued_tokens),
     )
 
 

@@ -64,6 +64,12 @@ class ModelRunner:
         for array in jax.tree.leaves(self._state):
             array.delete()  # what is left of it, before the pool's memory is asked for once more
         self._state = create_state(self._spec, self._mesh)
+        if self._host_pool is not None:
+            self._host_pool.reset()
+
+    def probe(self) -> None:
+        """Runs a step without requests. Raises whatever a device raises that cannot run one."""
+        self.resolve(self.dispatch(SchedulerOutput()))
 
     def dispatch(self, plan: SchedulerOutput) -> StepHandle:
         """Sends one step to the device and returns at once."""

@@ -1,6 +1,7 @@
 """One choice of a user's request, as the scheduler sees it."""
 
 import enum
+from collections.abc import Iterator
 
 from .block_pool import Block
 from .messages import EngineRequest, FinishReason, RequestTiming, SampledLogprobs
@@ -132,3 +133,14 @@ class Request:
             f"Request({self.request_id}[{self.index}], {self.status.name}, row={self.row}, "
             f"computed={self.num_computed_tokens}/{self.num_tokens}, blocks={len(self.blocks)})"
         )
+
+
+def seed_stream(seed: int) -> Iterator[int]:
+    """64-bit seeds for requests that give none: splitmix64 from the engine's seed."""
+    state = seed & (2**64 - 1)
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        yield z ^ (z >> 31)

@@ -8,17 +8,19 @@ one token behind, a chunked prefill one that is many behind, a resumed one likew
 import time
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from .admission import check_fits
+from .admission import QueueLimits, check_fits
+from .block_budget import MAX_PREEMPTIONS, headroom, keeps_promises, must_preempt
 from .block_pool import Block
 from .errors import RequestError
+from .isolation import Isolation
 from .kv_cache_manager import KVCacheManager
 from .messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason
-from .request import Request, RequestStatus
-from .request_outputs import choice_output, sampled_logprobs
-from .request_queue import make_queue
+from .request import Request, RequestStatus, seed_stream
+from .request_outputs import choice_output, sampled_logprobs, take_prompt_logprobs
+from .request_queue import RequestQueue
 from .scheduler_output import SampledRows, ScheduledRow, SchedulerOutput
 
 
@@ -26,7 +28,7 @@ class Scheduler:
     """First come, first served (or by priority), over one token budget; preemption frees blocks and recomputes.
 
     The first running request is never preempted for a later one, and alone it always fits
-    (``check_admissible``), so there is always progress.
+    (``check_fits``), so there is always progress. None is preempted more than ``MAX_PREEMPTIONS`` times.
     """
 
     def __init__(
@@ -37,13 +39,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         seed: int = 0,
-        policy: str = "fcfs",
+        limits: QueueLimits | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.waiting = make_queue(policy)
+        self.limits = limits or QueueLimits()
+        self.waiting = RequestQueue()
         self.running: list[Request] = []
         """By ``queue_key``: the most urgent and oldest first."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -53,8 +56,11 @@ class Scheduler:
         """Choices that wait for choice 0's prompt, by request id."""
         self._ended: OrderedDict[tuple[str, int], Request] = OrderedDict()
         """The last choices with stop strings that ended here: one may turn up in their text yet."""
-        self._seeds = _seed_stream(seed)
+        self.isolation = Isolation()
+        self._seeds = seed_stream(seed)
         self._num_arrivals = 0
+        self._num_promised = 0
+        """Live choices that may not be preempted once more."""
         self.num_preemptions_total = 0
         self.prompt_tokens_total = 0
         self.prompt_tokens_computed_total = 0
@@ -76,8 +82,10 @@ class Scheduler:
         for choices in self._choices.values():
             yield from choices.values()
 
-    def check_admissible(self, source: EngineRequest) -> None:
-        """Refuses what can never run (rule R10)."""
+    def add_request(self, source: EngineRequest) -> None:
+        """Queues all choices of a request. RequestError if it can never run, QueueFullError if too many wait."""
+        if source.request_id in self._choices:
+            raise RequestError(f"request id {source.request_id!r} is already in use", "request_id")
         check_fits(
             len(source.prompt_token_ids),
             source.sampling_params.max_tokens,
@@ -85,12 +93,8 @@ class Scheduler:
             block_size=self.kv.block_size,
             num_usable_blocks=self.kv.pool.num_usable,
         )
-
-    def add_request(self, source: EngineRequest) -> None:
-        """Queues all choices of a request. Raises RequestError when it can never run or its id is in use."""
-        if source.request_id in self._choices:
-            raise RequestError(f"request id {source.request_id!r} is already in use", "request_id")
-        self.check_admissible(source)
+        num_open = len(self.running) + self.num_waiting
+        self.limits.check(source, num_open, self.max_num_seqs, self.waiting.num_prompt_tokens)
         base = source.sampling_params.seed
         base = next(self._seeds) if base is None else base & (2**64 - 1)
         self._num_arrivals += 1
@@ -134,6 +138,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         request.timing.finished_time_s = time.monotonic()
+        self._num_promised -= request.timing.num_preemptions >= MAX_PREEMPTIONS
         if was_running:
             self.running.remove(request)
             self._release(request)
@@ -161,43 +166,39 @@ class Scheduler:
         preempted, and None means that they must be read before more can be planned.
         """
         plan = SchedulerOutput()
-        if ahead and self._must_preempt():
+        suspect = self.isolation.suspect
+        if ahead and (suspect is not None or must_preempt(self.kv, self.running, self.max_num_batched_tokens)):
             return None
-        self._schedule_running(plan)
-        if not plan.preempted:
-            self._schedule_waiting(plan)
+        if suspect is not None:
+            self._schedule_alone(plan, suspect)
+        else:
+            self._schedule_running(plan)
+            if not plan.preempted:
+                self._schedule_waiting(plan)
         self._schedule_forks(plan)
         for row in plan.rows:
-            self._publish(row.request)
+            if row.num_tokens > 1:  # else there is nothing new that the next update will not see
+                self._publish(row.request)
         if plan.rows:
             plan.chunk_copies = self.kv.take_chunk_copies()
             return plan
         assert ahead or not self.has_work, "work exists, but nothing was scheduled (rule R11)"
         return None
 
-    def _must_preempt(self) -> bool:
-        """The free blocks do not suffice for all that run."""
-        block_size, budget = self.kv.block_size, self.max_num_batched_tokens
-        if self.kv.pool.num_free >= len(self.running) + budget // block_size:
-            return False  # each row needs one block at most besides the full ones of the budget
-        needed = 0
-        for request in self.running:
-            count = min(request.num_new_tokens, budget)
-            budget -= count
-            needed += max(0, self.kv.blocks_for(request.num_computed_tokens + count) - len(request.blocks))
-        return needed > self.kv.pool.num_free
-
     def _schedule_running(self, plan: SchedulerOutput) -> None:
-        index = 0
+        index, block_size = 0, self.kv.block_size
         while index < len(self.running):
             request = self.running[index]
+            index += 1
             count = min(request.num_new_tokens, self.max_num_batched_tokens - plan.num_tokens)
-            if count > 0:
+            if count <= 0:
+                continue
+            added: Sequence[Block] | None = ()
+            if request.num_computed_tokens + count > len(request.blocks) * block_size:
                 added = self._allocate_or_preempt(request, count, plan)
                 if added is None:
                     return
-                self._plan_row(plan, request, count, added, admitted=False)
-            index += 1
+            self._plan_row(plan, request, count, added, admitted=False)
 
     def _allocate_or_preempt(self, request: Request, count: int, plan: SchedulerOutput) -> list[Block] | None:
         """Blocks for a running request, at the expense of the youngest others; None if it had to go itself."""
@@ -211,34 +212,40 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: SchedulerOutput) -> None:
         while self.waiting and self._free_rows and plan.num_tokens < self.max_num_batched_tokens:
-            request = self.waiting.first()
-            cached = self.kv.find_cached_blocks(request)
-            num_cached = len(cached) * self.kv.block_size
-            count = min(request.num_tokens - num_cached, self.max_num_batched_tokens - plan.num_tokens)
-            added = self.kv.allocate_slots(request, count, cached, headroom=self._headroom(request, num_cached + count))
-            if added is None:
+            if not self._admit(plan, self.waiting.first()):
                 return
-            self.waiting.pop()
-            self.kv.count_lookup(request.num_tokens, num_cached)
-            if request.admissions == 0:
-                request.num_cached_tokens = num_cached
-                request.timing.first_scheduled_time_s = time.monotonic()
-            request.admissions += 1
-            request.num_computed_tokens = num_cached
-            request.num_published_blocks = len(cached)
-            self._run(request)
-            self._plan_row(plan, request, count, added, admitted=True)
 
-    def _headroom(self, request: Request, num_tokens: int) -> int:
-        """Blocks to leave free at an admission: the rest of the prompt, and after a preemption one per running request.
+    def _admit(self, plan: SchedulerOutput, request: Request) -> bool:
+        """Lets a waiting request run; False, with nothing changed, if there are too few blocks for it."""
+        if self._num_promised and not keeps_promises(self.kv, self.running, request):
+            return False
+        cached = self.kv.find_cached_blocks(request)
+        num_cached = len(cached) * self.kv.block_size
+        count = min(request.num_tokens - num_cached, self.max_num_batched_tokens - plan.num_tokens)
+        room = headroom(self.kv, self.running, request, num_cached + count)
+        added = self.kv.allocate_slots(request, count, cached, headroom=room)
+        if added is None:
+            return False
+        self.waiting.remove(request)
+        self.kv.count_lookup(request.num_tokens, num_cached)
+        if request.admissions == 0:
+            request.num_cached_tokens = num_cached
+            request.timing.first_scheduled_time_s = time.monotonic()
+        request.admissions += 1
+        request.num_computed_tokens = num_cached
+        request.num_published_blocks = len(cached)
+        self._run(request)
+        self._plan_row(plan, request, count, added, admitted=True)
+        return True
 
-        Without it a long prompt starts into a full pool only to be thrown out again, and a
-        preempted request comes back one step later to be preempted again.
-        """
-        rest = self.kv.blocks_for(request.num_tokens) - self.kv.blocks_for(num_tokens)
-        if self.running and request.admissions > 0:
-            rest += len(self.running)
-        return rest if self.running else 0
+    def _schedule_alone(self, plan: SchedulerOutput, suspect: Request) -> None:
+        """Only ``suspect`` runs: it was in a step that failed. Those cleared before it wait until that is over."""
+        for request in [request for request in self.running if request is not suspect]:
+            self._set_aside(request)
+        if suspect.status is RequestStatus.RUNNING:
+            self._schedule_running(plan)
+        else:
+            self._admit(plan, suspect)
 
     def _schedule_forks(self, plan: SchedulerOutput) -> None:
         """Lets the other choices of a request whose prompt this step completes sample from its logits."""
@@ -246,7 +253,9 @@ class Scheduler:
             siblings = self._forking.get(row.request.request_id)
             if not siblings or row.request.index != 0 or not row.samples:
                 continue
-            while siblings and self._free_rows:
+            while siblings and self._free_rows and self.isolation.suspect is None:
+                if self._num_promised and not keeps_promises(self.kv, self.running, siblings[0]):
+                    break
                 copy = self.kv.fork(row.request, siblings[0])
                 if copy is None:
                     break
@@ -262,21 +271,17 @@ class Scheduler:
             self._release_forks(row.request.request_id)
 
     def _plan_row(
-        self, plan: SchedulerOutput, request: Request, count: int, added: list[Block], *, admitted: bool
+        self, plan: SchedulerOutput, request: Request, count: int, added: Sequence[Block], *, admitted: bool
     ) -> ScheduledRow:
         start = request.num_computed_tokens
-        row = ScheduledRow(
-            request=request,
-            start=start,
-            num_tokens=count,
-            admitted=admitted,
-            new_block_ids=[block.block_id for block in added],
-            samples=start + count == request.num_tokens + request.num_output_placeholders,
-        )
+        end = request.num_computed_tokens = start + count
+        samples = end == len(request.token_ids) + request.num_output_placeholders
+        new_block_ids = [block.block_id for block in added] if added else ()
+        row = ScheduledRow(request, start, count, admitted, new_block_ids, samples)
         plan.rows.append(row)
         plan.num_tokens += count
-        request.num_computed_tokens = start + count
-        request.num_output_placeholders += row.samples
+        if samples:
+            request.num_output_placeholders += 1
         if start < request.num_prompt_tokens:
             self.prompt_tokens_computed_total += min(count, request.num_prompt_tokens - start)
         return row
@@ -285,45 +290,44 @@ class Scheduler:
 
     def update(self, plan: SchedulerOutput, sampled: SampledRows) -> list[ChoiceOutput]:
         """Takes in a step's results: new tokens, ends. Requests that ended meanwhile are passed over."""
-        now = time.monotonic()
+        now, running = time.monotonic(), RequestStatus.RUNNING
+        token_ids, finite = sampled.token_ids.tolist(), sampled.finite.tolist()
         outputs: list[ChoiceOutput] = []
         for entry, row in enumerate(plan.rows):
             request = row.request
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue
-            if not sampled.finite[entry]:
+            if not finite[entry]:
                 self.finish(request, FinishReason.ERROR)
                 self.kv.unpublish(request, row.start)
                 outputs.append(choice_output(request, [], error="the model produced logits that are not finite"))
                 continue
             if entry in sampled.prompt_logprobs:
-                _take_prompt_logprobs(request, sampled, entry)
+                take_prompt_logprobs(request, sampled, entry)
             if row.samples:
-                outputs.append(self._take_token(request, sampled, entry, now))
+                self._take_token(request, token_ids[entry], now)
+                logprobs = None
+                if request.params.logprobs is not None:
+                    logprobs = [sampled_logprobs(sampled, entry, request.params.logprobs)]
+                outputs.append(choice_output(request, [token_ids[entry]], logprobs))
         return outputs
 
-    def _take_token(self, request: Request, sampled: SampledRows, entry: int, now: float) -> ChoiceOutput:
-        token_id = int(sampled.token_ids[entry])
+    def _take_token(self, request: Request, token_id: int, now: float) -> None:
         request.token_ids.append(token_id)
         request.num_output_placeholders -= 1
+        request.suspected = False
         self.generation_tokens_total += 1
-        if not request.timing.first_token_time_s:
-            request.timing.first_token_time_s = now
-        request.timing.last_token_time_s = now
-        self._check_stop(request, token_id)
-        if not request.finished:
-            self._publish(request)
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = [sampled_logprobs(sampled, entry, request.params.logprobs)]
-        return choice_output(request, [token_id], logprobs)
-
-    def _check_stop(self, request: Request, token_id: int) -> None:
+        timing = request.timing
+        timing.last_token_time_s = now
+        if not timing.first_token_time_s:
+            timing.first_token_time_s = now
         source = request.source
         if token_id in source.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
             self.finish(request, FinishReason.STOP, None if token_id in source.eos_token_ids else token_id)
-        elif request.num_tokens >= request.max_total_tokens:
+        elif len(request.token_ids) >= request.max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
+        else:
+            self._publish(request)
 
     # ---- moves ------------------------------------------------------------------------------
 
@@ -340,24 +344,42 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Offers blocks that have become full to the prefix cache: their KV is there before any later step runs."""
-        num_known = min(request.num_computed_tokens, request.num_tokens)
+        num_known = min(request.num_computed_tokens, len(request.token_ids))
         if num_known >= (request.num_published_blocks + 1) * self.kv.block_size:
             self.kv.publish(request)
 
     def _preempt(self, request: Request) -> None:
+        self._set_aside(request)
+        request.timing.num_preemptions += 1
+        self.num_preemptions_total += 1
+        self._num_promised += request.timing.num_preemptions == MAX_PREEMPTIONS
+
+    def _set_aside(self, request: Request) -> None:
         """Back to the front of its class; what the cache still has when it resumes is not recomputed."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
-        request.timing.num_preemptions += 1
-        self.num_preemptions_total += 1
-        self.waiting.requeue(request)
+        self.waiting.push(request)
+
+    def recover(self, lost: Iterable[SchedulerOutput]) -> list[ChoiceOutput]:
+        """After steps that failed and cost the device its state: all running requests wait again, with their tokens.
+
+        Gives the end of the request that is to blame, if it is known. Raises UnexplainedFailureError.
+        """
+        culprit = self.isolation.judge(lost)
+        for request in list(self.running):
+            self._set_aside(request)
+        self.kv.reset_cache()
+        if culprit is None:
+            return []
+        self.finish(culprit, FinishReason.ERROR)
+        return [choice_output(culprit, [], error="the engine's steps fail whenever this request runs")]
 
     def _release_forks(self, request_id: str) -> None:
         """Choices that could not fork become ordinary waiting requests; the prefix cache, if on, has their prompt."""
         for choice in reversed(self._forking.pop(request_id, [])):
             choice.status = RequestStatus.WAITING
-            self.waiting.requeue(choice)
+            self.waiting.push(choice)
 
     def check_integrity(self) -> None:
         """Asserts that rows, queues and blocks add up (rules R12 and R13)."""
@@ -368,23 +390,3 @@ class Scheduler:
         live = {id(request) for request in self.requests}
         assert live == {id(request) for request in [*self.waiting, *self.running, *forking]}
         assert all(not request.blocks for request in [*self.waiting, *forking])
-
-
-def _take_prompt_logprobs(request: Request, sampled: SampledRows, entry: int) -> None:
-    """Appends the positions that are new; after a preemption some are computed a second time."""
-    part = sampled.prompt_logprobs[entry]
-    top = request.params.prompt_logprobs or 0
-    for offset in range(len(part.token_ids)):
-        if part.first + offset == len(request.prompt_logprobs) + 1:
-            request.prompt_logprobs.append(sampled_logprobs(part, offset, top))
-
-
-def _seed_stream(seed: int) -> Iterator[int]:
-    """64-bit seeds for requests that give none: splitmix64 from the engine's seed."""
-    state = seed & (2**64 - 1)
-    while True:
-        state = (state + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        z = state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        yield z ^ (z >> 31)
