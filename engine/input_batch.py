@@ -132,8 +132,10 @@ class InputBatch:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._params = np.zeros((max_num_seqs, len(ROW_PARAMS)), np.int32)
-        self._drawn_positions = [-1] * max_num_seqs
+        self._drawn_positions = np.full(max_num_seqs, -1)
         """Place in the sequence of the token that each row drew last; -1 when its owner has drawn none in this row."""
+        self._first_stops = np.zeros(max_num_seqs, int)
+        """First place in the sequence where a stop id may be drawn (``min_tokens``)."""
         self._row_layout = row_update_layout(max_model_len, max_blocks)
 
     def row_update(self, scheduled: ScheduledRow) -> np.ndarray:
@@ -141,6 +143,7 @@ class InputBatch:
         request = scheduled.request
         self._params[request.row] = _row_params(request)
         self._drawn_positions[request.row] = -1
+        self._first_stops[request.row] = request.num_prompt_tokens + request.params.min_tokens
         packed = np.zeros(self._row_layout.size, np.int32)
         views = self._row_layout.views(packed)
         views["row"][0] = request.row
@@ -185,21 +188,22 @@ class InputBatch:
 
     def _pack_tokens(self, plan: SchedulerOutput, views: dict[str, np.ndarray], count: int) -> None:
         token_ids, starts, indices = views["token_ids"], views["query_start_loc"], views["logits_indices"]
+        rows, ends, samples = views["rows"][:count], views["positions"][:count], views["samples"][:count] > 0
         indices[:count] = starts[1 : count + 1] - 1
-        entry_of = {}
-        for entry, scheduled in enumerate(plan.rows):
-            request, end = scheduled.request, scheduled.start + scheduled.num_tokens
-            entry_of[id(scheduled)] = entry
-            if scheduled.parent is not None:
-                indices[entry] = indices[entry_of[id(scheduled.parent)]]
-            elif scheduled.num_tokens == 1 and scheduled.start == self._drawn_positions[request.row]:
-                token_ids[starts[entry]] = LAST_TOKEN
-            else:
-                token_ids[starts[entry] : starts[entry + 1]] = request.token_ids[scheduled.start : end]
-            if request.params.min_tokens > end - request.num_prompt_tokens:
-                views["suppress_stop"][entry] = 1
-            if scheduled.samples:
-                self._drawn_positions[request.row] = end
+        views["suppress_stop"][:count] = self._first_stops[rows] > ends
+        query_lens = starts[1 : count + 1] - starts[:count]
+        on_device = (query_lens == 1) & (ends - 1 == self._drawn_positions[rows])
+        token_ids[starts[:count][on_device]] = LAST_TOKEN
+        if not on_device.all():
+            entry_of = {id(scheduled): entry for entry, scheduled in enumerate(plan.rows)}
+            for entry in np.flatnonzero(~on_device):
+                scheduled = plan.rows[entry]
+                if scheduled.parent is not None:
+                    indices[entry] = indices[entry_of[id(scheduled.parent)]]
+                else:
+                    known = scheduled.request.token_ids[scheduled.start : ends[entry]]
+                    token_ids[starts[entry] : starts[entry + 1]] = known
+        self._drawn_positions[rows[samples]] = ends[samples]
 
     def _pack_deltas(self, plan: SchedulerOutput, deltas: np.ndarray) -> None:
         """Blocks added to rows that were running already; admitted rows were written in full."""

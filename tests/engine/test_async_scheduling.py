@@ -159,7 +159,7 @@ class Play:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), with_aborts=st.booleans())
 def test_both_loops_give_the_same_tokens_and_accounts(seed, with_aborts):
-    """Arrivals, stop ids, stop strings, aborts, preemption by a tiny pool, seeds, penalties, min_tokens, n, the cache."""
+    """Arrivals, stop ids and strings, aborts, preemption by a tiny pool, seeds, penalties, min_tokens, n, the cache."""
     traffic = draw_traffic(random.Random(seed), with_aborts=with_aborts)
     plain, ahead = Play(traffic, ahead=False), Play(traffic, ahead=True)
     for play in (plain, ahead):
