@@ -1,6 +1,7 @@
 """The two servers that ``api_overhead.py`` measures: Octavo's API over a core that emits at will, and bare aiohttp.
 
     python benchmarks/overhead_servers.py api --tally FILE --streams 256
+    python benchmarks/overhead_servers.py core --tally FILE --streams 256 --folder FOLDER    (started by api)
     python benchmarks/overhead_servers.py ceiling --tally FILE --streams 256 --frame FILE --tokens 512
 
 Each prints its port once it serves, and runs until it is killed.
@@ -8,7 +9,12 @@ Each prints its port once it serves, and runs until it is killed.
 
 import argparse
 import asyncio
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,11 +23,13 @@ from stream_counter import Tally
 
 from octavo.engine.args import EngineArgs
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.core_client import CoreThread
-from octavo.engine.input_processor import InputProcessor
-from octavo.engine.launch import open_model
+from octavo.engine.config import EngineConfig
+from octavo.engine.core_client import CoreConnection
+from octavo.engine.core_server import CoreServer
+from octavo.engine.frontend import open_model
 from octavo.engine.messages import AbortRequest, ChoiceOutput, EngineRequest, FinishReason, StepOutputs, StepStats
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.metrics import StatSink
+from octavo.engine.stats_board import create_board
 from octavo.serving.options import ServerOptions
 from octavo.serving.server import Server
 
@@ -80,49 +88,54 @@ class FakeCore:
     def stats(self, num_scheduled_tokens: int = 0) -> StepStats:
         return StepStats(num_running=len(self._left), num_scheduled_tokens=num_scheduled_tokens)
 
+    def reset_prefix_cache(self) -> bool:
+        return True
 
-class FakeCoreLLM(AsyncLLM):
-    """The real front half; no weights, no device."""
 
-    tally: Tally
-    streams: int
+def serve_core(args: argparse.Namespace) -> None:
+    """The fake core behind the real socket; ends with the process that started it."""
+    config = EngineConfig.from_args(EngineArgs(model=args.model, served_model_name=(MODEL_NAME,)))
+    tokenizer = open_model(config).tokenizer
+    assert tokenizer is not None
+    config = config.resolve(
+        platform="cpu",
+        context_len=CONTEXT_LEN,
+        model_path=MODEL_NAME,
+        model_name=MODEL_NAME,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=frozenset(),
+    )
+    [token_id] = tokenizer.encode(MARKER, add_special_tokens=False)
+    threading.Thread(target=end_with_owner, args=(args.folder,), daemon=True).start()
+    server = CoreServer(args.folder)
+    server.wait_for_hello()
+    core = FakeCore(token_id, Tally(args.tally), args.streams)
+    server.serve(core, config.with_pool(CONTEXT_LEN // config.block_size + 1))
 
-    def _load(self) -> None:
-        frontend = open_model(self._config)
-        tokenizer = frontend.tokenizer
-        assert tokenizer is not None
-        config = self._config.resolve(
-            platform="cpu",
-            context_len=CONTEXT_LEN,
-            model_path=MODEL_NAME,
-            model_name=MODEL_NAME,
-            vocab_size=tokenizer.vocab_size,
-            eos_token_ids=frozenset(),
-        )
-        self._config = config.with_pool(CONTEXT_LEN // config.block_size + 1)
-        self.tokenizer = tokenizer
-        self._inputs = InputProcessor(self._config, tokenizer)
-        self._outputs = OutputProcessor(tokenizer, self._stat_sink)
-        [token_id] = tokenizer.encode(MARKER, add_special_tokens=False)
-        core = FakeCore(token_id, self.tally, self.streams)
-        self._core = CoreThread(core, self._post_outputs, self._post_death)
-        self._core.start()
+
+def end_with_owner(folder: str) -> None:
+    sys.stdin.buffer.read()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 async def serve_api(args: argparse.Namespace) -> None:
     """The server as ``octavo serve`` starts it, logging per request off."""
     options = ServerOptions(host="127.0.0.1", port=0, disable_access_log=True)
+    folder = tempfile.mkdtemp(prefix="octavo-overhead-")
+    create_board(folder)
+    arguments = ["--folder", folder, "--tally", str(args.tally), "--streams", str(args.streams)]
+    arguments += ["--model", args.model] if args.model else []
+    core = subprocess.Popen([sys.executable, __file__, "core", *arguments], stdin=subprocess.PIPE)  # noqa: ASYNC220
 
-    def make_engine(engine_args: EngineArgs, sink: object) -> FakeCoreLLM:
-        engine = FakeCoreLLM(engine_args, stat_sink=sink)
-        engine.tally, engine.streams = Tally(args.tally), args.streams
-        return engine
+    def make_engine(engine_args: EngineArgs, sink: StatSink) -> AsyncLLM:
+        return AsyncLLM(engine_args, stat_sink=sink, core=CoreConnection(folder))
 
     server = Server(EngineArgs(model=args.model, served_model_name=(MODEL_NAME,)), options, make_engine)
     await server.open_port()
     await server.start_engine()
     print(server.bound_port, flush=True)
-    await asyncio.Event().wait()
+    await asyncio.to_thread(core.wait)
 
 
 class Ceiling:
@@ -176,15 +189,20 @@ async def serve_ceiling(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_subparsers(dest="which", required=True)
-    api, ceiling = which.add_parser("api"), which.add_parser("ceiling")
-    for one in (api, ceiling):
+    api, core, ceiling = (which.add_parser(name) for name in ("api", "core", "ceiling"))
+    for one in (api, core, ceiling):
         one.add_argument("--streams", type=int, required=True)
         one.add_argument("--tally", type=Path, required=True)
-    api.add_argument("--model")
+    for one in (api, core):
+        one.add_argument("--model")
+    core.add_argument("--folder", required=True)
     ceiling.add_argument("--frame", type=Path, required=True)
     ceiling.add_argument("--tokens", type=int, required=True)
     args = parser.parse_args(argv)
-    asyncio.run(serve_api(args) if args.which == "api" else serve_ceiling(args))
+    if args.which == "core":
+        serve_core(args)
+    else:
+        asyncio.run(serve_api(args) if args.which == "api" else serve_ceiling(args))
     return 0
 
 
