@@ -186,7 +186,8 @@ def test_a_stop_string_ends_the_choice_and_tells_the_core() -> None:
         answer = whole(outputs, DELTA)
         assert (answer.text, answer.finish_reason, answer.stop_reason) == (text, FinishReason.STOP, "DEF")
         assert answer.token_ids == ids_of("abcDEF"), "ids after the stop string are dropped"
-        assert aborts == [AbortRequest(request_id="r", index=0, reason=FinishReason.STOP)]
+        length = len(answer.token_ids)
+        assert aborts == [AbortRequest(request_id="r", index=0, reason=FinishReason.STOP, num_output_tokens=length)]
         assert outputs[-1].finished
 
 
