@@ -274,6 +274,8 @@ class AsyncLLM:
 
     def _fail_all(self, error: BaseException) -> None:
         self._death = self._death or error
+        if not self._started:
+            return
         for collector in self._collectors.values():
             collector.fail(EngineDeadError(f"the engine has stopped: {error}"))
         self._outputs.fail_all(error)

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
-from ..engine.args import EngineArgs
 from ..engine.errors import ConfigError
-from ..engine.metrics import StatSink
 from . import client, flags, plan
 from .logging import logger, set_up_logging
 
@@ -76,12 +74,7 @@ def run_serve(args: argparse.Namespace) -> int:
         _load("..engine.config").EngineConfig.from_args(engine_args)
     except (ConfigError, ValueError) as error:
         args.parser.error(str(error))
-    return _load(".server").run_server(engine_args, options, make_engine)
-
-
-def make_engine(args: EngineArgs, stat_sink: StatSink) -> Any:
-    """The real engine; this is where jax is imported."""
-    return _load("..engine.async_llm").AsyncLLM(args, stat_sink=stat_sink)
+    return _load(".supervisor").run_supervisor(engine_args, options, args.log_level)
 
 
 def run_chat(args: argparse.Namespace) -> int:

@@ -61,7 +61,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         return unavailable(str(error) or "the queue is full")
     if isinstance(error, EngineDeadError):
-        return ApiError(500, "the engine has stopped; this server can generate nothing more")
+        return unavailable("the engine has stopped; this server can generate nothing more")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return ApiError(413, f"the request body is too large: {error.text}")
     if isinstance(error, web.HTTPException):

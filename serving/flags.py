@@ -28,7 +28,7 @@ _UNITS = {
 }
 
 NOT_BUILT_VALUES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("pipeline-parallel-size", "data-parallel-size", "nnodes", "api-server-count"), ("1",)),
+    **dict.fromkeys(("pipeline-parallel-size", "data-parallel-size", "nnodes"), ("1",)),
     **dict.fromkeys(("decode-context-parallel-size", "stream-interval"), ("1",)),
     **dict.fromkeys(
         ("cpu-offload-gb", "kv-offloading-size", "long-prefill-token-threshold", "node-rank"), ("0", "0.0")
@@ -247,6 +247,9 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
 def _add_server_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--host", help="address to listen on; default: all")
     group.add_argument("--port", type=port_number, default=8000)
+    group.add_argument(
+        "--api-server-count", "-asc", type=positive_int, default=1, help="processes that take requests and make text"
+    )
     group.add_argument("--uds", help="listen on this Unix socket instead")
     group.add_argument("--ssl-certfile")
     group.add_argument("--ssl-keyfile")
@@ -323,6 +326,7 @@ def server_options(args: argparse.Namespace, environment_keys: Sequence[str]) ->
         host=args.host,
         port=args.port,
         uds=args.uds,
+        api_server_count=args.api_server_count,
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         api_keys=keys,

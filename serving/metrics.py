@@ -3,13 +3,19 @@
 Histograms are recorded as things happen, once per request where they are about requests (rule R26); gauges and token
 counters are read from the engine at scrape time. ``kv_cache_usage_perc`` and ``inter_token_latency_seconds`` are also
 given under their older names, for dashboards that still ask for those.
+
+Several API processes keep what they record in files that all of them map (the metrics' library does that), and each
+adds them up when it is scraped, so it does not matter which one is asked.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from ..engine.messages import FinishReason, StepStats
 from ..engine.metrics import FinishedRequest
@@ -48,13 +54,26 @@ def token_buckets(limit: int) -> tuple[int, ...]:
 
 
 class ServerMetrics:
-    """A ``StatSink``. What comes before ``bind`` (warm-up) is not counted."""
+    """A ``StatSink``. What comes before ``bind`` (warm-up) is not counted.
 
-    def __init__(self) -> None:
+    ``shared_folder`` is where several API processes keep what they record, None for a single one; the variable
+    PROMETHEUS_MULTIPROC_DIR has to name it when this module is first imported. ``index`` is this process's number,
+    ``pids`` are all processes of the server; None is this one.
+    """
+
+    def __init__(self, *, shared_folder: str | None = None, index: int = 0, pids: Sequence[int] | None = None) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        """What this process records itself."""
+        self._scraped = self.registry
+        if shared_folder is not None:
+            self._scraped = CollectorRegistry()
+            MultiProcessCollector(self._scraped, path=shared_folder)
+        else:
+            GCCollector(registry=self._scraped)
+        PlatformCollector(registry=self._scraped)
+        self._scraped.register(_ProcessesCollector(pids or (os.getpid(),)))
+        self._records_steps = index == 0
+        """A step is told to several processes and counted by one."""
         self._http_requests = Counter(
             "http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry
         )
@@ -70,13 +89,13 @@ class ServerMetrics:
     def bind(self, config: EngineConfigView, stats: Callable[[], StepStats]) -> None:
         """Makes the model's series, once the engine has started. ``stats`` is called at every scrape."""
         labels = (config.served_model_names[0], ENGINE_LABEL)
-        self.registry.register(_EngineCollector(labels, config, stats))
+        self._scraped.register(_EngineCollector(labels, config, stats))
         self._series = _RequestSeries(self.registry, labels, config.max_model_len)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """(body, content type) of a scrape."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(self._scraped), content_type
 
     def record_http(self, handler: str, method: str, status: int, duration_s: float) -> None:
         method = method if method in _METHODS else "other"
@@ -89,7 +108,7 @@ class ServerMetrics:
             self._series.rejections.labels(*self._series.labels, reason).inc()
 
     def record_step(self, stats: StepStats) -> None:
-        if self._series is not None:
+        if self._series is not None and self._records_steps:
             self._series.iteration_tokens.observe(stats.num_scheduled_tokens)
 
     def record_first_token(self, time_to_first_token_s: float) -> None:
@@ -179,6 +198,24 @@ _COUNTERS = (
     ("vllm:num_preemptions", "Requests that had to give back their blocks.", "num_preemptions_total"),
     ("octavo:compiles_after_ready", "Step programs compiled while serving.", "compiles_after_ready_total"),
 )
+
+
+class _ProcessesCollector:
+    """``process_*`` of all the server's processes: sums, but the least where a sum says nothing."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._collectors = [ProcessCollector(pid=partial(int, pid), registry=None) for pid in pids]
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for collector in self._collectors:
+            for family in collector.collect():
+                before = families.setdefault(family.name, family)
+                if before is not family:
+                    join = min if family.name in ("process_start_time_seconds", "process_max_fds") else sum
+                    values = (before.samples[0].value, family.samples[0].value)
+                    before.samples[0] = before.samples[0]._replace(value=join(values))
+        yield from families.values()
 
 
 class _EngineCollector:

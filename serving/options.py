@@ -23,6 +23,8 @@ class ServerOptions:
     port: int = 8000
     uds: str | None = None
     """A Unix socket's path, instead of host and port."""
+    api_server_count: int = 1
+    """Processes that take requests and make text, over one core."""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     api_keys: Sequence[str] = ()

@@ -1,19 +1,19 @@
-"""The server's life: the port opens, the engine starts behind it, requests are served, and one way to stop."""
+"""The life of an API process: the port opens, the engine starts behind it, requests are served, one way to stop."""
 
 import asyncio
 import logging
-import os
-import signal
+import socket
 import ssl
-import sys
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from ..engine.args import EngineArgs
-from ..engine.errors import ConfigError
+from ..engine.errors import ConfigError, EngineDeadError
 from .access_log import AccessLog
 from .app import make_app
 from .engine_client import EngineClient, EngineFactory
+from .listening import BACKLOG, open_sockets
 from .logging import RequestLog, log_stats_forever
 from .metrics import ServerMetrics
 from .options import ServerOptions
@@ -28,14 +28,29 @@ ABORT_WAIT_S = 2.0
 
 
 class Server:
-    """One server. ``run`` returns the exit code: 0 after a graceful stop, 1 after any failure or a forced stop."""
+    """One server. ``run`` returns the exit code: 0 after a graceful stop, 1 after any failure or a forced stop.
 
-    def __init__(self, args: EngineArgs, options: ServerOptions, make_engine: EngineFactory) -> None:
+    ``sockets`` are those to listen on; None opens what the options say. ``is_first`` is false for all but one of
+    several processes: what has to be logged once is logged by that one.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        options: ServerOptions,
+        make_engine: EngineFactory,
+        *,
+        metrics: ServerMetrics | None = None,
+        sockets: Sequence[socket.socket] | None = None,
+        is_first: bool = True,
+    ) -> None:
         self.options = options
-        self.metrics = ServerMetrics()
+        self.metrics = metrics or ServerMetrics()
         self.state = ServerState(options, self.metrics)
         self._args = args
         self._make_engine = make_engine
+        self._sockets = sockets
+        self._is_first = is_first
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._started = False
@@ -49,36 +64,26 @@ class Server:
         except OSError as error:
             logger.error("cannot listen: %s", error)
             return 1
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.request_stop)
         reporter = asyncio.create_task(log_stats_forever(self.state.stats, self.options.stats_interval_s))
-        if self.options.disable_log_stats:
+        if self.options.disable_log_stats or not self._is_first:
             reporter.cancel()
         try:
             return await self._serve()
         finally:
             reporter.cancel()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
             await self.close()
 
     def request_stop(self) -> None:
         """The first call drains, the second one forces."""
         if self._stop.is_set():
-            logger.warning("stopping at once")
             self._force.set()
             return
-        logger.info(
-            "stopping: %d requests in flight may go on for %g s; once more stops at once",
-            self.state.num_in_flight,
-            self.options.shutdown_timeout_s,
-        )
+        logger.info("stopping: %d requests are in flight", self.state.num_in_flight)
         self.state.draining = True
         self._stop.set()
 
     async def open_port(self) -> None:
-        """Listens. Raises OSError. ``port`` 0 takes any free one; ``bound_port`` tells which."""
+        """Listens. Raises OSError. With port 0, ``bound_port`` tells which it is."""
         # handler_cancellation: a client that leaves cancels its handler, which aborts its request (rule R23).
         self.app = make_app(self.state)
         self._runner = web.AppRunner(
@@ -89,14 +94,9 @@ class Server:
             access_log_class=AccessLog,
         )
         await self._runner.setup()
-        options = self.options
-        if options.uds is not None:
-            await web.UnixSite(self._runner, options.uds).start()
-            logger.info("listening on %s", options.uds)
-        else:
-            context = _ssl_context(options)
-            await web.TCPSite(self._runner, options.host, options.port, ssl_context=context).start()
-            logger.info("listening on port %d; /health is 200 once the engine is ready", self.bound_port)
+        context = _ssl_context(self.options)
+        for one in self._sockets or open_sockets(self.options)[0]:
+            await web.SockSite(self._runner, one, ssl_context=context, backlog=BACKLOG).start()
 
     @property
     def bound_port(self) -> int:
@@ -106,13 +106,14 @@ class Server:
     async def start_engine(self) -> None:
         """Makes and starts the engine. Raises ConfigError."""
         sink = self.metrics if self.options.disable_log_stats else RequestLog(self.metrics)
-        # Making it imports jax, which takes seconds.
+        # Making it imports the tokenizers, which takes a second.
         engine = await asyncio.to_thread(self._make_engine, self._args, sink)
         self.state.engine = engine
         await engine.start()
         self._started = True
         self.metrics.bind(engine.config, engine.stats)
-        logger.info("ready: serving %s", ", ".join(engine.config.served_model_names))
+        if self._is_first:
+            logger.info("ready: serving %s", ", ".join(engine.config.served_model_names))
 
     async def _serve(self) -> int:
         starting = asyncio.create_task(self.start_engine())
@@ -123,7 +124,7 @@ class Server:
                 return 0
             try:
                 await starting
-            except ConfigError as error:
+            except (ConfigError, EngineDeadError) as error:
                 logger.error("cannot start: %s", error)
                 return 1
             except Exception:
@@ -183,18 +184,3 @@ def _ssl_context(options: ServerOptions) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
     return context
-
-
-def run_server(args: EngineArgs, options: ServerOptions, make_engine: EngineFactory) -> int:
-    """Serves until stopped; returns the exit code."""
-
-    async def run() -> int:
-        server = Server(args, options, make_engine)
-        code = await server.run()
-        if server.must_exit:
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(code)
-        return code
-
-    return asyncio.run(run())

@@ -47,13 +47,14 @@ LAZY_IMPORTS = {
     ("models/architectures/__init__.py", "get_architecture"),
     ("pallas_kernels/dispatch.py", "gpu_interpreter"),
     ("pallas_kernels/dispatch.py", "load_mosaic"),
+    ("serving/api_process.py", "_load"),
     ("serving/cli.py", "_load"),
     ("serving/plan.py", "_load"),
 }
 """(file, function) that may import when called: the lazy registries."""
 ENVIRONMENT_READERS = {"serving/cli.py"}
-ENVIRONMENT_WRITERS = {"engine/launch.py", "pallas_kernels/aot.py"}
-"""May set (and unset) a variable that JAX has no other option for; may not read one."""
+ENVIRONMENT_WRITERS = {"engine/launch.py", "pallas_kernels/aot.py", "serving/supervisor.py"}
+"""May set (and unset) a variable that a library has no other option for; may not read one."""
 FOREIGN_WARNINGS: tuple[str, ...] = ()
 """``-W`` filters for warnings that other packages raise while they are imported."""
 

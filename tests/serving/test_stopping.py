@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from contextlib import asynccontextmanager
@@ -129,18 +128,6 @@ async def test_death_of_the_engine_ends_the_process(launch):
         assert rest.count('"error"') == 1
         assert await asyncio.wait_for(task, 5) == 1
     assert server.state.engine.was_shut_down
-
-
-async def test_signals_are_given_back(launch):
-    before = signal.getsignal(signal.SIGTERM)
-    running = await launch(ready=False)
-    await running.server.close()
-    task = asyncio.create_task(running.server.run())
-    while running.server.state.why_not_ready():  # noqa: ASYNC110 - the server has no event for it
-        await asyncio.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(task, 5) == 0
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 async def test_a_port_in_use(launch):

@@ -1,0 +1,83 @@
+"""The sockets that a server listens on, for one or for several processes."""
+
+import socket
+import stat
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from .options import ServerOptions
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted, as far as the kernel allows."""
+
+
+def open_sockets(options: ServerOptions, num_processes: int = 1) -> list[list[socket.socket]]:
+    """The listening sockets of each process. Raises OSError when the address cannot be had.
+
+    Each process has sockets of its own on the same port, so that the kernel spreads connections evenly. A Unix socket
+    is shared. Port 0 is any free one.
+    """
+    with ExitStack() as opened:
+        if options.uds is not None:
+            shared = opened.enter_context(_unix_socket(options.uds))
+            sockets = [[shared] for _ in range(num_processes)]
+        else:
+            port = options.port
+            if num_processes > 1 and port:
+                # With SO_REUSEPORT another server of this user on the port would not be noticed.
+                for one in _tcp_sockets(options.host, port, reuse_port=False):
+                    one.close()
+            sockets = []
+            for _ in range(num_processes):
+                mine = _tcp_sockets(options.host, port, reuse_port=num_processes > 1)
+                for one in mine:
+                    opened.enter_context(one)
+                port = mine[0].getsockname()[1]
+                sockets.append(mine)
+        opened.pop_all()
+    return sockets
+
+
+def port_of(sockets: list[socket.socket]) -> int | None:
+    """None for a Unix socket."""
+    return None if sockets[0].family == socket.AF_UNIX else int(sockets[0].getsockname()[1])
+
+
+def remove_unix_socket(path: str | None) -> None:
+    """Removes what a server leaves in the file system."""
+    if path is not None:
+        with suppress(OSError):
+            Path(path).unlink()
+
+
+def _tcp_sockets(host: str | None, port: int, *, reuse_port: bool) -> list[socket.socket]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    with ExitStack() as opened:
+        sockets: list[socket.socket] = []
+        for family, address in addresses:
+            if sockets:
+                address = (address[0], sockets[0].getsockname()[1], *address[2:])
+            try:
+                one = socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=reuse_port)
+            except OSError:
+                if family == socket.AF_INET6 and host is None and sockets:
+                    continue  # this machine has no IPv6
+                raise
+            sockets.append(opened.enter_context(one))
+        opened.pop_all()
+    return sockets
+
+
+def _unix_socket(path: str) -> socket.socket:
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(Path(path).stat().st_mode):
+            Path(path).unlink()  # left by a server that was killed
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        one.bind(path)
+        one.listen(BACKLOG)
+    except BaseException:
+        one.close()
+        raise
+    return one
