@@ -11,7 +11,7 @@ from ..attention_metadata import AttentionMetadata
 from ..decoder_config import DecoderConfig, LayerSpec
 from ..kv_cache import write_kv
 from ..sharding import TP_AXIS, Placement
-from .linear import Linear, split_columns
+from .linear import Linear
 from .norm import RMSNorm
 from .rope import RopeTable, apply_rope
 
@@ -68,7 +68,7 @@ class Attention(nnx.Module):
         """→ q ``[T, N, H]``, k and v ``[T, K, H]``, normalised as the config asks."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         sizes = [count * self.head_dim for count in heads]
-        q, k, v = split_columns(self.qkv(x), sizes, self.placement.num_shards)
+        q, k, v = self.qkv.split(x, sizes, self.placement.num_shards)
         if self.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.reshape(-1, count, self.head_dim) for part, count in zip((q, k, v), heads, strict=True))

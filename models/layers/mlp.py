@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..decoder_config import Activation, DecoderConfig
-from .linear import Linear, split_columns
+from .linear import Linear
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -31,5 +31,5 @@ class MLP(nnx.Module):
         self.num_shards = num_shards
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = split_columns(self.gate_up(x), self.sizes, self.num_shards)
+        gate, up = self.gate_up.split(x, self.sizes, self.num_shards)
         return self.down(ACTIVATIONS[self.activation](gate) * up)

@@ -7,6 +7,7 @@ import pytest
 
 from octavo.models.decoder_config import RopeSpec
 from octavo.models.errors import ModelConfigError
+from octavo.models.layers import linear
 from octavo.models.layers.linear import Linear, matmul
 from octavo.models.layers.norm import rms_norm
 from octavo.models.layers.rope import apply_rope, inverse_frequencies, rope_table
@@ -49,6 +50,26 @@ def test_bfloat16_products_are_summed_in_float32(tokens: int, out_dtype: jnp.dty
 def test_matmul_refuses_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"x \(3, 5\) by weight \(4, 6\)"):
         matmul(jnp.zeros((3, 5)), jnp.zeros((4, 6)))
+
+
+@pytest.mark.parametrize("limit", [10**9, 0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_weights_give_their_parts(limit: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once or, where the product would be too large, one by one: which it was shows in the shapes multiplied."""
+    monkeypatch.setattr(linear, "MAX_FUSED_BYTES", limit)
+    rng = np.random.default_rng(0)
+    x, weight, offset = rng.standard_normal((5, 8)), rng.standard_normal((9, 8)), rng.standard_normal(9) * bias
+    layer = Linear(8, 9, bias=bias, dtype=jnp.dtype(jnp.float32))
+    layer.weight[...] = jnp.asarray(weight, jnp.float32)
+    if layer.bias is not None:
+        layer.bias[...] = jnp.asarray(offset, jnp.float32)
+    products = []
+    multiply = linear.matmul
+    monkeypatch.setattr(linear, "matmul", lambda x, w, **kw: products.append(w.shape[0]) or multiply(x, w, **kw))
+    parts = layer.split(jnp.asarray(x, jnp.float32), (4, 3, 2), 1)
+    for part, (start, end) in zip(parts, ((0, 4), (4, 7), (7, 9)), strict=True):
+        assert relative_error(part, x @ weight[start:end].T + offset[start:end]) < 1e-5
+    assert products == ([9] if limit else [4, 3, 2])
 
 
 def test_linear_bias() -> None:
