@@ -298,15 +298,20 @@ def test_random_traffic_uses_the_host_tier():
     assert harness.scheduler.num_preemptions_total > 0
 
 
+def forty_runs(make):
+    for seed in range(40):
+        random_traffic(seed, make())
+
+
 # ---- mutations ------------------------------------------------------------------------------
 
 
 class LateDevice(TieredDevice):
     """Copies after the step."""
 
-    def run(self, plan):
+    def run_in_order(self, plan):
         copies, plan.chunk_copies = plan.chunk_copies, []
-        tokens = super().run(plan)
+        tokens = super().run_in_order(plan)
         self.copy(copies)
         return tokens
 
@@ -346,8 +351,7 @@ def test_a_copy_that_is_late_lost_or_wrong_is_caught(device):
         device_class = device
 
     with pytest.raises(AssertionError):
-        for seed in range(40):
-            random_traffic(seed, Mutated(3, 2, num_blocks=12, max_num_seqs=5))
+        forty_runs(lambda: Mutated(3, 2, num_blocks=12, max_num_seqs=5))
 
 
 def _reuse_what_is_being_read(monkeypatch):
@@ -371,8 +375,7 @@ def _clear_the_device_alone(monkeypatch):
 def test_a_broken_bookkeeping_is_caught(monkeypatch, mutate):
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        for seed in range(40):
-            random_traffic(seed, TieredHarness(2, 2, num_blocks=12, max_num_seqs=5))
+        forty_runs(lambda: TieredHarness(2, 2, num_blocks=12, max_num_seqs=5))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Not a test file: the scheduler harness with a host tier, over a device that really keeps what is copied to the host."""
+"""Not a test file: the scheduler harness with a host tier, over a device that really keeps what is copied to it."""
 
 import random
 from collections import Counter
@@ -20,11 +20,20 @@ class TieredDevice(Device):
         self.num_copies = 0
         self.num_computed = Counter()
         """Tokens computed, by request."""
+        self.fault: AssertionError | None = None
+        """What was wrong with a step; the core takes it for a broken device and tries again."""
 
     def run(self, plan):
-        self.copy(plan.chunk_copies)
         for row in plan.rows:
             self.num_computed[row.request.request_id] += row.num_tokens
+        try:
+            return self.run_in_order(plan)
+        except AssertionError as error:
+            self.fault = error
+            raise
+
+    def run_in_order(self, plan):
+        self.copy(plan.chunk_copies)
         return super().run(plan)
 
     def copy(self, copies):
@@ -69,7 +78,11 @@ class TieredHarness(Harness):
         self.runner.device = self.device
 
     def step(self):
-        plan = super().step()
+        try:
+            plan = super().step()
+        finally:
+            if self.device.fault is not None:
+                raise self.device.fault
         self.check_content()
         return plan
 
@@ -94,12 +107,10 @@ def random_traffic(seed, harness, turns=40):
             if len(prompt) > 26:
                 del prompt[1:]
             n, max_tokens = rng.choice([1, 1, 1, 2, 3]), rng.randrange(1, 12)
-            logprobs, salt = rng.choice([None, None, None, 2]), rng.choice([None, None, "x"])
+            options = {"prompt_logprobs": rng.choice([None, None, None, 2]), "salt": rng.choice([None, None, "x"])}
             stops = frozenset(rng.sample(range(VOCAB), 100)) if rng.random() < 0.3 else frozenset()
             name = f"r{now}"
-            harness.add(
-                name, list(prompt), n=n, max_tokens=max_tokens, prompt_logprobs=logprobs, stops=stops, salt=salt
-            )
+            harness.add(name, list(prompt), n=n, max_tokens=max_tokens, stops=stops, **options)
             sent[name] = (list(prompt), n, max_tokens, stops)
         if sent and rng.random() < 0.1:
             index = rng.choice([None, 0, 1])
