@@ -39,36 +39,38 @@ def _join(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
 
 
 class RequestOutputCollector:
-    """Holds at most one output, merged of all that the client has not taken yet. For one event loop's thread."""
+    """Holds at most one output, merged of all that the client has not taken yet. For one reader on one event loop."""
 
     def __init__(self, kind: OutputKind) -> None:
         self._kind = kind
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         self._output = output if self._output is None else merge_outputs(self._output, output, self._kind)
-        self._ready.set()
+        self._wake()
 
     def fail(self, error: BaseException) -> None:
         """The next ``get`` after the output that is waiting, and every later one, raises ``error``."""
         self._error = error
-        self._ready.set()
+        self._wake()
 
     def get_nowait(self) -> RequestOutput | None:
         """What is waiting, or None. Raises the error given to ``fail``."""
         output, self._output = self._output, None
         if output is None and self._error is not None:
             raise self._error
-        if self._error is None:
-            self._ready.clear()
         return output
 
     async def get(self) -> RequestOutput:
         """Waits for the next output. Raises the error given to ``fail``."""
-        while True:
-            await self._ready.wait()
-            output = self.get_nowait()
-            if output is not None:
-                return output
+        while (output := self.get_nowait()) is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return output
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -111,6 +111,7 @@ class ChatBuilder:
         self._id = response_id
         self._created = int(time.time())
         self._model = model
+        self.only_text = not request.logprobs and not request.return_token_ids
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}

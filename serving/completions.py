@@ -97,6 +97,7 @@ class CompletionBuilder:
         self._echoed: set[int] = set()
         self._held: dict[int, list[CompletionOutput]] = {}
         self._prompt_entries: dict[int, list[TokenLogprobs | None]] = {}
+        self.only_text = request.logprobs is None and not (request.echo or request.return_token_ids)
 
     def body(self, results: dict[int, RequestOutput]) -> dict[str, Any]:
         choices = []

@@ -40,9 +40,11 @@ class Usage:
     cached_tokens: dict[int, int] = field(default_factory=dict)
 
     def add(self, prompt_index: int, output: RequestOutput, count_choices: bool = True) -> None:
-        self.cached_tokens[prompt_index] = max(self.cached_tokens.get(prompt_index, 0), output.num_cached_tokens)
+        if output.num_cached_tokens:
+            self.cached_tokens[prompt_index] = max(self.cached_tokens.get(prompt_index, 0), output.num_cached_tokens)
         if count_choices:
-            self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+            for choice in output.outputs:
+                self.completion_tokens += len(choice.token_ids)
 
     def encode(self) -> dict[str, Any]:
         return usage(self.prompt_tokens, self.completion_tokens, sum(self.cached_tokens.values()))

@@ -18,8 +18,16 @@ logger = logging.getLogger(__name__)
 Chunk = dict[str, Any]
 
 
+_ANY_TEXT = "\0any text\0"
+
+
 class ChunkBuilder(Protocol):
     """Makes the chunks of one API; keeps what it needs from chunk to chunk."""
+
+    @property
+    def only_text(self) -> bool:
+        """Whether a chunk between a choice's first and last one says nothing but its text."""
+        ...
 
     def start(self) -> list[Chunk]:
         """Chunks before the first output."""
@@ -39,6 +47,47 @@ def has_news(choice: CompletionOutput, wants_logprobs: bool, wants_ids: bool) ->
     return bool(choice.text or choice.finished or ((wants_logprobs or wants_ids) and choice.token_ids))
 
 
+class FrameEncoder:
+    """Outputs to frames, each with its line of JSON. What surrounds a plain piece of text is encoded once a choice."""
+
+    def __init__(self, builder: ChunkBuilder, usage: Usage, options: StreamOptions | None) -> None:
+        self._builder = builder
+        self._usage = usage
+        self.include_usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._only_text = builder.only_text and not self._continuous
+        self._around: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+
+    def start(self) -> list[bytes]:
+        """Frames before the first output."""
+        return [self._encode(chunk) for chunk in self._builder.start()]
+
+    def frames(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
+        if self._only_text and not any(choice.finished for choice in output.outputs):
+            return [self._text_frame(prompt_index, choice) for choice in output.outputs if choice.text]
+        return [self._encode(chunk) for chunk in self._builder.chunks(prompt_index, output)]
+
+    def usage(self) -> bytes:
+        """The frame with the usage and no choices."""
+        return frame(encode_json(self._builder.usage_chunk() | {"usage": self._usage.encode()}))
+
+    def _encode(self, chunk: Chunk) -> bytes:
+        if self._continuous:
+            chunk["usage"] = self._usage.encode()
+        elif self.include_usage:
+            chunk["usage"] = None
+        return frame(encode_json(chunk))
+
+    def _text_frame(self, prompt_index: int, choice: CompletionOutput) -> bytes:
+        around = self._around.get((prompt_index, choice.index))
+        if around is None:
+            example = RequestOutput("", None, [], [CompletionOutput(choice.index, _ANY_TEXT, [])])
+            [chunk] = self._builder.chunks(prompt_index, example)
+            before, _, after = self._encode(chunk).partition(encode_json(_ANY_TEXT))
+            around = self._around[prompt_index, choice.index] = before, after
+        return around[0] + encode_json(choice.text) + around[1]
+
+
 async def stream_response(
     request: web.Request,
     outputs: AsyncGenerator[tuple[int, RequestOutput], None],
@@ -49,18 +98,8 @@ async def stream_response(
     count_choices: bool = True,
 ) -> web.StreamResponse:
     """Streams ``outputs``. Errors before the first output are raised, later ones end the stream as an event."""
-    include_usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
     events = EventStream(request, stall_timeout_s)
-
-    def encode(chunk: Chunk) -> bytes:
-        if continuous:
-            chunk["usage"] = usage.encode()
-        elif include_usage:
-            chunk["usage"] = None
-        return frame(encode_json(chunk))
-
-    pending: list[bytes] = []
+    encoder = FrameEncoder(builder, usage, options)
     started = False
     try:
         async with aclosing(outputs):
@@ -68,17 +107,16 @@ async def stream_response(
                 for choice in output.outputs:
                     check_finish(choice)
                 usage.add(index, output, count_choices)
+                frames = encoder.frames(index, output)
                 if not started:
                     started = True
-                    pending.extend(map(encode, builder.start()))
-                pending.extend(map(encode, builder.chunks(index, output)))
-                if pending:
-                    await events.send(b"".join(pending))
-                    pending.clear()
+                    frames = encoder.start() + frames
+                if frames:
+                    await events.send(b"".join(frames))
         if not started:
             raise aborted()
-        if include_usage:
-            await events.send(frame(encode_json(builder.usage_chunk() | {"usage": usage.encode()})))
+        if encoder.include_usage:
+            await events.send(encoder.usage())
         return await events.end()
     except ConnectionError as error:
         logger.info("stream dropped: %s", error)
