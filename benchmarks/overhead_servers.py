@@ -132,10 +132,12 @@ async def serve_api(args: argparse.Namespace) -> None:
         return AsyncLLM(engine_args, stat_sink=sink, core=CoreConnection(folder))
 
     server = Server(EngineArgs(model=args.model, served_model_name=(MODEL_NAME,)), options, make_engine)
-    await server.open_port()
-    await server.start_engine()
+    serving = asyncio.create_task(server.run())
+    while server.state.why_not_ready() and not serving.done():
+        await asyncio.sleep(0.05)
     print(server.bound_port, flush=True)
-    await asyncio.to_thread(core.wait)
+    await serving
+    core.kill()
 
 
 class Ceiling:

@@ -1,6 +1,7 @@
 """The life of an API process: the port opens, the engine starts behind it, requests are served, one way to stop."""
 
 import asyncio
+import gc
 import logging
 import socket
 import ssl
@@ -131,6 +132,9 @@ class Server:
                 logger.exception("cannot start")
                 return 1
             assert self.state.engine is not None
+            # What is there now stays, vocabularies above all: the collector need not look through it again and again.
+            gc.collect()
+            gc.freeze()
             return await self._watch(self.state.engine, stopping)
         finally:
             stopping.cancel()
