@@ -133,7 +133,7 @@ async def serve_api(args: argparse.Namespace) -> None:
 
     server = Server(EngineArgs(model=args.model, served_model_name=(MODEL_NAME,)), options, make_engine)
     serving = asyncio.create_task(server.run())
-    while server.state.why_not_ready() and not serving.done():
+    while server.state.why_not_ready() and not serving.done():  # noqa: ASYNC110 - it has no event for it
         await asyncio.sleep(0.05)
     print(server.bound_port, flush=True)
     await serving
