@@ -27,6 +27,12 @@ DTYPES = {
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
+def gib(num_bytes: int) -> str:
+    """Rounded so that nothing reads as 0.00."""
+    value = num_bytes / GIB
+    return f"{value:.2f} GiB" if value >= 0.1 else f"{value * 1024:.2f} MiB"
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which weights, from where, in what precision."""
@@ -206,8 +212,8 @@ class EngineConfig:
             served_model_names=self.served_model_names or (model_name,),
         )
 
-    def with_pool(self, num_blocks: int) -> "EngineConfig":
-        """With a pool of ``num_blocks`` blocks, the null block included.
+    def with_pool(self, num_blocks: int, block_bytes: int | None = None) -> "EngineConfig":
+        """With a pool of ``num_blocks`` blocks of ``block_bytes`` (for what is said), the null block included.
 
         A context length that was not asked for shrinks to what fits; one that was asked for and
         does not fit is refused.
@@ -218,23 +224,37 @@ class EngineConfig:
         max_model_len = self.max_model_len
         if max_model_len > usable_tokens:
             if self.scheduler.model_len_given:
-                raise ConfigError(
-                    f"max_model_len {max_model_len} does not fit the KV cache of {usable_tokens} tokens "
-                    f"({num_blocks - 1} blocks of {self.block_size}); lower it or enlarge the cache "
-                    f"(kv_cache_memory_bytes, gpu_memory_utilization, num_gpu_blocks_override)"
-                )
+                raise ConfigError(self._too_long(num_blocks, block_bytes))
             logger.warning(
-                "the context is limited to the %d tokens that fit the KV cache; the model allows %d",
-                usable_tokens,
-                max_model_len,
+                "max_model_len: %d, the tokens that fit the KV cache; the model allows %d", usable_tokens, max_model_len
             )
             max_model_len = usable_tokens
+        elif not self.scheduler.model_len_given:
+            logger.info("max_model_len: %d, as the model has it; it fits the KV cache", max_model_len)
         return replace(
             self,
             cache=replace(self.cache, num_blocks=num_blocks),
             scheduler=replace(self.scheduler, max_model_len=max_model_len),
         )
 
+    def _too_long(self, num_blocks: int, block_bytes: int | None) -> str:
+        """By how much a context that was asked for does not fit the pool, and what would help."""
+        usable = num_blocks - 1
+        needed = f"{self.max_blocks_per_request} blocks"
+        there = f"{usable} blocks"
+        if block_bytes is not None:
+            needed += f", {gib(self.max_blocks_per_request * block_bytes)}"
+            there += f", {gib(usable * block_bytes)}"
+        enlarge = "kv_cache_memory_bytes or gpu_memory_utilization"
+        if self.cache.num_blocks is not None:
+            enlarge = "num_gpu_blocks_override"
+        elif self.cache.memory_bytes is not None:
+            enlarge = "kv_cache_memory_bytes"
+        return (
+            f"max_model_len {self.max_model_len} does not fit: a sequence of that length takes {needed}, and the KV "
+            f"cache has {there}. The longest that fits is {usable * self.block_size} tokens: set max_model_len to that "
+            f"or to auto, or enlarge the cache ({enlarge})"
+        )
 
     def with_host_tier(self, bytes_per_block: int, memory_bytes: int) -> "EngineConfig":
         """With as many chunks of host memory as ``swap_space`` pays for.

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ..models.architectures import get_architecture
-from ..models.decoder import abstract_params
+from ..models.decoder import abstract_params, param_partition_specs
 from ..models.decoder_config import DecoderConfig
 from ..models.errors import ModelConfigError
 from ..models.loading.default_model import MODEL_NAME
@@ -23,21 +22,14 @@ from .compile_cache import COMPILES, enable_compile_cache
 from .config import GIB, EngineConfig
 from .core import EngineCore
 from .core_parts import choose_attention, host_planned_work, make_scheduler, state_spec
-from .device_state import StateSpec, state_bytes
+from .device_state import StateSpec
 from .errors import ConfigError
 from .host_tier import SWAP_CHUNK
 from .model_runner import ModelRunner
-from .programs import LoadedModel, Programs
+from .pool_size import check_weights_fit, choose_num_blocks, explain_out_of_memory, weights_bytes
+from .programs import LoadedModel
 
 logger = logging.getLogger(__name__)
-
-CPU_POOL_BYTES = GIB
-"""Default size of the KV pool on CPU."""
-GPU_RESERVE_BYTES = GIB
-"""Kept free of JAX's share of a GPU: results on their way, smaller programs' temporaries, fragmentation.
-
-CUDA graphs and libraries live outside of that share.
-"""
 
 
 def set_memory_fraction(fraction: float) -> None:
@@ -78,27 +70,32 @@ def launch_core(
     decoder_config, dtype, config = derive(config, resolved, tokenizer_size, platform)
     mesh = Mesh(np.array(jax.devices()[: config.tensor_parallel_size]), ("tp",), axis_types=(AxisType.Auto,))
     choice = choose_attention(config, Device.of(mesh.devices.flat[0]), decoder_config, dtype)
+    small = state_spec(config, decoder_config, dtype, num_blocks=2)
     try:
-        graphdef, _ = abstract_params(decoder_config, dtype, choice.implementation, mesh, choice.interpret)
-        params = load_params(
-            resolved.path,
-            get_architecture(resolved.config.architecture),
-            decoder_config,
-            dtype=dtype,
-            mesh=mesh,
-            load_format=resolved.format,
-            progress=progress,
-        )
+        graphdef, shapes = abstract_params(decoder_config, dtype, choice.implementation, mesh, choice.interpret)
+        check_weights_fit(config, weights_bytes(shapes, param_partition_specs(decoder_config), mesh), small, mesh)
+        with explain_out_of_memory(config, "the weights were loaded"):
+            params = load_params(
+                resolved.path,
+                get_architecture(resolved.config.architecture),
+                decoder_config,
+                dtype=dtype,
+                mesh=mesh,
+                load_format=resolved.format,
+                progress=progress,
+            )
     except (LoadError, ModelConfigError) as error:
         raise ConfigError(str(error)) from error
     model = LoadedModel(graphdef, params, mesh, host_planned_work(config, decoder_config, dtype, choice))
     buckets = BucketTable(config.max_num_seqs, config.max_num_batched_tokens)
-    config = config.with_pool(_num_blocks(config, model, decoder_config, dtype, buckets, platform))
+    num_blocks = choose_num_blocks(config, model, small, buckets)
+    config = config.with_pool(num_blocks, small.kv.bytes_per_block)
     spec = state_spec(config, decoder_config, dtype, config.num_blocks)
     config = with_host_tier(config, spec)
-    runner = ModelRunner(config, model, spec, buckets)
-    if not config.enforce_eager:
-        runner.programs.warm_up(bar=compile_bar)
+    with explain_out_of_memory(config, "the KV cache was made and the steps compiled"):
+        runner = ModelRunner(config, model, spec, buckets)
+        if not config.enforce_eager:
+            runner.programs.warm_up(bar=compile_bar)
     COMPILES.mark_ready()
     # XLA's collectives on a CPU can deadlock when two steps are in flight.
     async_scheduling = config.scheduler.async_scheduling and (platform != "cpu" or mesh.size == 1)
@@ -143,52 +140,6 @@ def derive(
     if dtype == "float16":
         logger.warning("dtype float16 overflows in many models that were trained in bfloat16; bfloat16 is safer")
     return decoder_config, jnp.dtype(dtype), config
-
-
-def _num_blocks(
-    config: EngineConfig,
-    model: LoadedModel,
-    decoder: DecoderConfig,
-    dtype: jnp.dtype,
-    buckets: BucketTable,
-    platform: str,
-) -> int:
-    """Blocks of the pool, the null block included: as asked for, or what fits."""
-    if config.cache.num_blocks is not None:
-        return config.cache.num_blocks
-    small = state_spec(config, decoder, dtype, num_blocks=2)
-    if config.cache.memory_bytes is not None:
-        available = config.cache.memory_bytes
-    elif platform == "cpu":
-        available = CPU_POOL_BYTES
-    else:
-        available = _free_device_bytes(config, model, small, buckets)
-    num_blocks = available // small.kv.bytes_per_block
-    if num_blocks < 2:
-        raise ConfigError(
-            f"{available / GIB:.2f} GiB are left for the KV cache, but two blocks of {config.block_size} tokens take "
-            f"{2 * small.kv.bytes_per_block / GIB:.2f} GiB; use fewer or smaller weights, raise "
-            f"gpu_memory_utilization or kv_cache_memory_bytes, or lower max_num_batched_tokens"
-        )
-    logger.info("KV cache: %.2f GiB, %d blocks of %d tokens", available / GIB, num_blocks, config.block_size)
-    return num_blocks
-
-
-def _free_device_bytes(config: EngineConfig, model: LoadedModel, small: StateSpec, buckets: BucketTable) -> int:
-    """What is left of JAX's share after weights, the rest of the state and the largest bucket's temporaries.
-
-    Raises ConfigError on a device that does not tell its memory, as with JAX's "platform" allocator.
-
-    The temporaries are read from the compiled program of the largest bucket over a two-block
-    pool: they do not depend on the pool's size, which is updated in place.
-    """
-    stats = model.mesh.devices.flat[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise ConfigError("the device does not tell how much memory it has; set kv_cache_memory_bytes")
-    trial = replace(config, cache=replace(config.cache, num_blocks=2))
-    temporaries = Programs(trial, model, small, buckets).temporary_bytes(buckets.mixed[-1])
-    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return free - temporaries - state_bytes(small) - GPU_RESERVE_BYTES
 
 
 def _warn_of_share_in_force(device: jax.Device) -> None:

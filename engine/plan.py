@@ -29,8 +29,9 @@ from .config import EngineConfig
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
 from .find_model import find_model
-from .launch import GPU_RESERVE_BYTES, choose_attention, derive, host_planned_work, state_spec
-from .plan_report import GIB, Floor, KernelPlan, MemoryPlan, Plan, StepPlan
+from .launch import choose_attention, derive, host_planned_work, state_spec
+from .memory import GPU_RESERVE_BYTES, MemoryPlan, describe_shortage
+from .plan_report import Floor, KernelPlan, Plan, StepPlan
 from .programs import LoadedModel, Programs
 from .step_floor import StepWork, floor_seconds
 from .step_work import shard_bytes, step_work
@@ -120,7 +121,7 @@ def make_plan(args: EngineArgs, target_name: str, progress: Callable[[str], None
     memory = draft.memory(mixed.temp_bytes)
     cache = draft.config.cache
     num_blocks = cache.num_blocks or (cache.memory_bytes or max(memory.pool, 0)) // memory.block
-    draft.config, problem = _fit(draft.config, memory, num_blocks)
+    draft.config, problem = _fit(draft.config, memory, num_blocks, draft.dtype.name)
     config = draft.config
     decode = draft.compile(decode_bucket, max(num_blocks, TRIAL_BLOCKS))
     work = step_work(draft.decoder, draft.params, memory.block // config.block_size)
@@ -165,13 +166,13 @@ def _floors(config: EngineConfig, work: StepWork, target: GpuTarget, num_blocks:
     return {"floors": tuple(floors), "prefill_seconds": prefill}
 
 
-def _fit(config: EngineConfig, memory: MemoryPlan, num_blocks: int) -> tuple[EngineConfig, str | None]:
-    pool = num_blocks * memory.block
-    if pool > max(memory.pool, 0) or memory.pool < 0:
-        excess = (max(pool, 0) - memory.pool) / GIB
-        return config, f"weights, state, temporaries and KV pool take {excess:.2f} GiB more than may be used"
+def _fit(config: EngineConfig, memory: MemoryPlan, num_blocks: int, dtype: str) -> tuple[EngineConfig, str | None]:
+    """The configuration with its pool, or why there is none: in the words that a start would use."""
+    problem = describe_shortage(memory, config, dtype=dtype, platform="gpu", num_blocks=max(num_blocks, 2))
+    if problem is not None:
+        return config, problem
     try:
-        return config.with_pool(num_blocks), None
+        return config.with_pool(num_blocks, memory.block * config.tensor_parallel_size), None
     except ConfigError as error:
         return config, str(error)
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-GIB = 1024**3
+from .config import GIB
+from .memory import MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -44,27 +45,6 @@ class Floor:
     @property
     def tokens_per_s(self) -> float:
         return self.num_rows / self.seconds
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Where a device's memory goes, in bytes."""
-
-    device: int
-    usable: int
-    """What the engine is allowed of it."""
-    weights: int
-    state: int
-    temporaries: int
-    reserve: int
-    """Left to CUDA graphs and libraries."""
-    block: int
-    """One KV block of all layers, this device's heads."""
-
-    @property
-    def pool(self) -> int:
-        """What is left for KV blocks; negative if the rest alone is too much."""
-        return self.usable - self.weights - self.state - self.temporaries - self.reserve
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ DEVICE_HALF = {
     "launch",
     "model_runner",
     "plan",
+    "pool_size",
     "programs",
     "step",
     "step_work",

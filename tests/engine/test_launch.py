@@ -5,10 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import pytest
-
 from octavo.engine import launch
-from octavo.engine.errors import ConfigError
 
 QUESTION = """
 import jax
@@ -35,9 +32,3 @@ def test_the_share_in_force_is_told(caplog):
         launch._warn_of_share_in_force(device(bytes_limit=3 * 2**30))
     assert "gpu_memory_utilization has no effect" in caplog.text
     assert "3.00 GiB" in caplog.text
-
-
-def test_a_device_that_does_not_tell_its_memory_needs_the_byte_option():
-    model = SimpleNamespace(mesh=SimpleNamespace(devices=SimpleNamespace(flat=[device()])))
-    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
-        launch._free_device_bytes(None, model, None, None)

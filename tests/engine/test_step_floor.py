@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from octavo.engine.memory import MemoryPlan
 from octavo.engine.plan import place_params, step_work
-from octavo.engine.plan_report import Floor, KernelPlan, MemoryPlan, Plan, StepPlan, format_plan
+from octavo.engine.plan_report import Floor, KernelPlan, Plan, StepPlan, format_plan
 from octavo.engine.step_floor import StepWork, floor_seconds
 from octavo.models.architectures import get_architecture
 from octavo.models.decoder import abstract_params, param_partition_specs
