@@ -1,12 +1,13 @@
 """The host tier's memory, and the two programs that copy a chunk of blocks between it and the device's KV pool.
 
 A chunk is one array ``[L, chunk_size, 2, K, S, H]`` of the pool's dtype, sharded over KV heads as the pool is. On a
-GPU it lies in pinned host memory, which the programs write and read directly: no staging buffer on the device, no
-copy on the host. On a CPU it is ordinary memory. Copies run in the order of their dispatch, between the steps before
-and after them, and the host waits for none of them.
+GPU it lies in pinned host memory, and one copy engine moves it whole, by way of a temporary of a chunk's size. On a
+CPU it is ordinary memory. Copies run in the order of their dispatch, between the steps before and after them, and the
+host waits for none of them.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,41 +22,56 @@ CHUNK_SPEC = P(None, None, None, "tp")
 """A chunk ``[L, chunk_size, 2, K, S, H]`` is split over KV heads."""
 
 
-def chunk_sharding(mesh: Mesh) -> NamedSharding:
-    """Pinned host memory, except on a CPU, where all memory is the host's."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return NamedSharding(mesh, CHUNK_SPEC, memory_kind=None if on_cpu else "pinned_host")
+def memory_kind(mesh: Mesh) -> str | None:
+    """Where chunks lie: on a CPU, all memory is the host's."""
+    return None if mesh.devices.flat[0].platform == "cpu" else "pinned_host"
 
 
 def abstract_chunk(spec: KVCacheSpec, mesh: Mesh, chunk_size: int = SWAP_CHUNK) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and place of a chunk."""
     shape = (spec.num_layers, chunk_size, *spec.layer_shape[1:])
-    return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=chunk_sharding(mesh))
+    sharding = NamedSharding(mesh, CHUNK_SPEC, memory_kind=memory_kind(mesh))
+    return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=sharding)
 
 
-def swap_out(kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) -> jax.Array:
+def swap_out(pinned: bool, kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) -> jax.Array:
     """The content of the pool's blocks ``block_ids`` i32[chunk_size], for ``chunk``, which is donated and overwritten.
 
-    kv: per layer ``[B, 2, K, S, H]``. An id that only pads names any block.
+    kv: per layer ``[B, 2, K, S, H]``. An id that only pads names any block. ``pinned``: the result is to lie in host
+    memory.
     """
     del chunk
-    return jnp.stack([pool.at[block_ids].get(mode="clip") for pool in kv])
+    stacked = jnp.stack([pool.at[block_ids].get(mode="clip") for pool in kv])
+    return jax.device_put(stacked, jax.memory.Space.Host) if pinned else stacked
 
 
-def swap_in(kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) -> list[jax.Array]:
+def swap_in(pinned: bool, kv: Sequence[jax.Array], chunk: jax.Array, block_ids: jax.Array) -> list[jax.Array]:
     """The pool, donated, with place i of ``chunk`` copied to block ``block_ids[i]``; B copies nothing."""
-    on_device = jax.device_put(chunk, jax.memory.Space.Device)
-    return [pool.at[block_ids].set(on_device[layer], mode="drop") for layer, pool in enumerate(kv)]
+    if pinned:
+        # Tracing takes an argument's type from its shape alone: without the first step it would be taken for an array
+        # on the device already, the second would vanish, and XLA would compute on the host.
+        chunk = jax.device_put(jax.device_put(chunk, jax.memory.Space.Host), jax.memory.Space.Device)
+    return [pool.at[block_ids].set(chunk[layer], mode="drop") for layer, pool in enumerate(kv)]
 
 
 def lower_swap_out(kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_ids: jax.Array) -> jax.stages.Lowered:
     # The old content is not read, but its memory is what the result is written to.
-    program = jax.jit(swap_out, donate_argnums=1, keep_unused=True, out_shardings=chunk.sharding)
+    program = jax.jit(
+        partial(swap_out, _is_pinned(chunk)), donate_argnums=1, keep_unused=True, out_shardings=chunk.sharding
+    )
     return program.lower(kv, chunk, block_ids)
 
 
 def lower_swap_in(kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_ids: jax.Array) -> jax.stages.Lowered:
-    program = jax.jit(swap_in, donate_argnums=0, out_shardings=[pool.sharding for pool in kv])
+    shardings = [pool.sharding for pool in kv]
+    program = jax.jit(partial(swap_in, _is_pinned(chunk)), donate_argnums=0, out_shardings=shardings)
     return program.lower(kv, chunk, block_ids)
+
+
+def _is_pinned(chunk: jax.ShapeDtypeStruct) -> bool:
+    # Not from its sharding's memory kind: a described GPU has no memories, and its shardings lose theirs.
+    assert isinstance(chunk.sharding, NamedSharding)
+    return memory_kind(chunk.sharding.mesh) is not None
 
 
 class HostPool:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest_paths import CACHE_FOLDER
+from jax.extend.mlir import ir
 from jax.sharding import Mesh
 from tiny_model import tiny_model
 
 from octavo import LLM, SamplingParams
+from octavo.engine import host_pool
 from octavo.engine.compile_cache import COMPILES
 from octavo.engine.config import GIB
 from octavo.engine.errors import ConfigError
@@ -63,6 +65,15 @@ def test_a_block_comes_back_bit_by_bit_and_no_other_changes(dtype, num_kv_heads)
     expect_moved(*copy_there_and_back(dtype, num_kv_heads, Mesh(np.array(jax.devices()[:1]), ("tp",))))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_through_pinned_host_memory(monkeypatch, dtype):
+    """A CPU has that kind of memory too: as on a GPU, arrays in it are written and read by compiled programs."""
+    monkeypatch.setattr(host_pool, "memory_kind", lambda mesh: "pinned_host")
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    assert abstract_chunk(KVCacheSpec(1, 2, 1, 4, 8, jnp.dtype(dtype)), mesh).sharding.memory_kind == "pinned_host"
+    expect_moved(*copy_there_and_back(dtype, 2, mesh))
+
+
 TWO_DEVICES = """
 import sys
 import jax
@@ -70,6 +81,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 sys.path[:0] = [{tests!r}, {support!r}]
 import numpy as np
 from test_host_pool import abstract_chunk, copy_there_and_back, expect_moved
+from jax.extend.mlir import ir
 from jax.sharding import Mesh
 mesh = Mesh(np.array(jax.devices()), ("tp",))
 assert mesh.size == 2
@@ -90,31 +102,57 @@ missing = aot_missing() or mosaic_missing()
 LLAMA_8B = KVCacheSpec(32, 4000, 8, 16, 128, jnp.dtype(jnp.bfloat16))
 
 
-@pytest.mark.skipif(missing is not None, reason=str(missing))
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_an_h200_copies_straight_between_the_pool_and_pinned_host_memory(num_devices):
-    """One kernel to the host, the chunk overwritten in place; one for each layer back, the pool updated in place."""
+def compile_swap(lower, num_devices: int):
+    """A copy program for described H200s. Those have no memories to name: that the chunk is an argument in pinned host
+    memory, as it is on a real GPU, is written into the program."""
     mesh = target_mesh(find_target("h200"), num_devices)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "tp"))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     layer = jax.ShapeDtypeStruct(LLAMA_8B.layer_shape, LLAMA_8B.dtype, sharding=sharding)
-    kv, chunk = [layer] * LLAMA_8B.num_layers, abstract_chunk(LLAMA_8B, mesh)
-    assert chunk.sharding.memory_kind == "pinned_host"
     ids = jax.ShapeDtypeStruct((SWAP_CHUNK,), jnp.int32, sharding=replicated)
-    out = compile_program(lambda: lower_swap_out(kv, chunk, ids))
+
+    def lower_in_host_memory():
+        lowered = lower([layer] * LLAMA_8B.num_layers, abstract_chunk(LLAMA_8B, mesh), ids)
+        module = lowered.compiler_ir("stablehlo")
+        (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        with module.context:
+            each = [{item.name: item.attr for item in attributes} for attributes in main.attributes["arg_attrs"]]
+            each[LLAMA_8B.num_layers]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(attributes) for attributes in each])
+        return lowered
+
+    report = compile_program(lower_in_host_memory)
+    arguments, results = report.hlo.partition("entry_computation_layout=")[2].partition("\n")[0].split("->")
+    return report, arguments.count(HOST_LAYOUT), results.count(HOST_LAYOUT)
+
+
+HOST_LAYOUT = ":S(5)"
+"""Host memory, in XLA's numbering."""
+
+
+@pytest.mark.skipif(missing is not None, reason=str(missing))
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_an_h200_saves_a_chunk_with_one_kernel_and_one_copy_to_pinned_memory(num_devices):
+    report, in_host, out_host = compile_swap(lower_swap_out, num_devices)
     chunk_bytes = LLAMA_8B.bytes_per_block * SWAP_CHUNK // num_devices
-    assert (out.output_bytes, out.alias_bytes) == (chunk_bytes, chunk_bytes)
-    assert out.temp_bytes < 4096
-    assert out.launches.total() == 1
-    back = compile_program(lambda: lower_swap_in(kv, chunk, ids))
-    pool_bytes = LLAMA_8B.bytes_per_block * LLAMA_8B.num_blocks // num_devices
-    assert back.alias_bytes == pool_bytes
-    assert back.temp_bytes < 4096
-    assert back.launches.total() == LLAMA_8B.num_layers
-    for report in (out, back):
-        for opcode in ("copy", "all-gather", "all-reduce", "collective-permute"):
-            assert report.sizes_of(opcode) == []
-        assert "S(5)" in report.hlo, "host memory, in XLA's numbering"
+    assert (in_host, out_host) == (1, 1)
+    assert "input_output_alias={ {}: (32, {}, may-alias) }" in report.hlo, "the old chunk's memory is used again"
+    assert report.output_bytes == 0, "on the device"
+    assert report.temp_bytes < chunk_bytes * 1.01
+    assert report.launches == {"kCustomKernel": 1, "kAsyncStart": 1, "kCopy": 1, "kAsyncDone": 1}
+    assert report.sizes_of("all-gather") == report.sizes_of("all-reduce") == []
+
+
+@pytest.mark.skipif(missing is not None, reason=str(missing))
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_an_h200_restores_a_chunk_with_one_copy_and_updates_the_pool_in_place(num_devices):
+    report, in_host, out_host = compile_swap(lower_swap_in, num_devices)
+    chunk_bytes = LLAMA_8B.bytes_per_block * SWAP_CHUNK // num_devices
+    assert (in_host, out_host) == (1, 0)
+    assert report.alias_bytes == LLAMA_8B.bytes_per_block * LLAMA_8B.num_blocks // num_devices
+    assert report.temp_bytes < chunk_bytes * 1.01
+    assert report.launches == {"kCustomKernel": 32, "kAsyncStart": 1, "kCopy": 1, "kAsyncDone": 1}
+    assert report.sizes_of("all-gather") == report.sizes_of("all-reduce") == []
 
 
 # ---- an engine ------------------------------------------------------------------------------
