@@ -134,6 +134,7 @@ class EngineCore:
             external_prefix_cache_hits_total=scheduler.kv.host_hits_total,
             num_preemptions_total=scheduler.num_preemptions_total,
             compiles_after_ready_total=COMPILES.after_ready,
+            step_failures_total=self._step_failures_total,
         )
 
 

@@ -116,6 +116,8 @@ class StepStats:
     """In tokens, in host memory."""
     num_preemptions_total: int = 0
     compiles_after_ready_total: int = 0
+    step_failures_total: int = 0
+    """Steps that failed and whose requests ran again."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -197,6 +197,7 @@ _COUNTERS = (
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits_total"),
     ("vllm:num_preemptions", "Requests that had to give back their blocks.", "num_preemptions_total"),
     ("octavo:compiles_after_ready", "Step programs compiled while serving.", "compiles_after_ready_total"),
+    ("octavo:step_failures", "Steps that failed and whose requests ran again.", "step_failures_total"),
 )
 
 
