@@ -16,6 +16,7 @@ from .wire import CoreStart, encode_start, socket_address
 
 logger = logging.getLogger(__name__)
 
+PACKAGE = __name__.split(".")[0]
 END_TIMEOUT_S = 2.0
 """How long a core may take to end by itself."""
 
@@ -28,6 +29,11 @@ def describe_exit(returncode: int) -> str:
         return f"was killed by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"was killed by signal {-returncode}"
+
+
+def core_command() -> list[str]:
+    """Starts a core. -P: what lies in the current folder is not to be imported instead of what is installed."""
+    return [sys.executable, "-P", "-m", f"{PACKAGE}.engine.core_process"]
 
 
 class CoreChild:
@@ -46,13 +52,11 @@ class CoreChild:
             socket_address(self.folder)
             create_board(self.folder)
             self._board = StatsBoard(self.folder)
-            package = __name__.split(".")[0]
-            command = [sys.executable, "-P", "-m", f"{package}.engine.core_process"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+            self._process = subprocess.Popen(core_command(), stdin=subprocess.PIPE, process_group=0)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        level = logging.getLogger(package).getEffectiveLevel()
+        level = logging.getLogger(PACKAGE).getEffectiveLevel()
         start = CoreStart(config=config, folder=str(self.folder), log_level=level)
         with suppress(BrokenPipeError):  # it has died already, which ``poll`` tells
             assert self._process.stdin is not None

@@ -1,18 +1,48 @@
-"""The loop of a core behind its socket: messages in, one message a step out to each process that it concerns."""
+"""The loop of a core behind its socket: messages in, one message a step out to each process that it concerns.
+
+``run_core`` is the whole life of such a process. It knows nothing of the device: what it runs is handed to it.
+"""
 
 import logging
+import os
+import shutil
+import signal
+import sys
 import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import zmq
 
+from ..models.loading.resolve import ResolvedModel
 from .config import EngineConfig
+from .errors import ConfigError
+from .find_model import find_model
 from .messages import AbortRequest, ChoiceOutput, EngineRequest, StepOutputs, StepStats
 from .stats_board import CoreFigures, StatsBoard
-from .wire import Call, Died, Failed, FromCore, Hello, Log, Ready, Result, ToCore, bind_core, client_of, decode, encode
+from .wire import (
+    Call,
+    CoreStart,
+    Died,
+    Failed,
+    FromCore,
+    Hello,
+    Log,
+    Ready,
+    Result,
+    ToCore,
+    bind_core,
+    client_of,
+    decode,
+    decode_start,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 200
 """How long an idle core sleeps at most: lines of its log may wait for it."""
@@ -33,6 +63,10 @@ class Core(Protocol):
     def stats(self) -> StepStats: ...
 
     def reset_prefix_cache(self) -> bool: ...
+
+
+Launch = Callable[[EngineConfig, ResolvedModel, int | None], tuple[Core, EngineConfig]]
+"""Makes a core of the options, the model and the size of its tokenizer. Raises ConfigError."""
 
 
 class CoreServer:
@@ -165,3 +199,56 @@ def _answer(core: Core, call: Call) -> Result:
     if call.method != "reset_prefix_cache":
         return Result(call_id=call.call_id, error=f"the core has no function {call.method!r}")
     return Result(call_id=call.call_id, value=core.reset_prefix_cache())
+
+
+def run_core(launch: Launch, stdin: int) -> NoReturn:
+    """The life of a core's process.
+
+    It reads one line (``wire.CoreStart``) from the file descriptor ``stdin`` and lives no longer than whoever holds the
+    other end of it. The exit status is 1 when the core has failed.
+    """
+    # Who started this process says when it stops: a signal to the whole group must not cut running requests.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(stdin, 65536)
+        if not data:
+            os._exit(1)
+        line += data
+    start = decode_start(line)
+    threading.Thread(target=_end_with_owner, args=(stdin, start.folder), name="octavo-owner", daemon=True).start()
+    server = CoreServer(start.folder)
+    _set_up_logging(server, start.log_level)
+    try:
+        _launch_and_serve(server, start, launch)
+    except BaseException as error:
+        is_config_error = isinstance(error, ConfigError)
+        if not is_config_error:
+            logger.exception("the core failed")
+        if not server.fail(error, is_config_error=is_config_error):
+            traceback.print_exc()
+    server.close()
+    sys.stderr.flush()
+    os._exit(1)  # threads that compile may go on for minutes
+
+
+def _launch_and_serve(server: CoreServer, start: CoreStart, launch: Launch) -> None:
+    hello = server.wait_for_hello()
+    core, config = launch(start.config, find_model(start.config.model, hello.model_path), hello.vocab_size)
+    server.serve(core, config)
+
+
+def _end_with_owner(stdin: int, folder: str) -> None:
+    """Ends this process, in whatever it is, once the owner has closed its end of the pipe or died."""
+    while os.read(stdin, 4096):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _set_up_logging(server: CoreServer, level: int) -> None:
+    root = logging.getLogger()
+    root.handlers[:] = [LogForwarder(server)]
+    root.setLevel(max(level, logging.WARNING))
+    logging.getLogger(__name__.split(".")[0]).setLevel(level)
