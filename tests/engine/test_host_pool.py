@@ -182,7 +182,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    llm = make_llm(folder, enable_prefix_caching=False)
+    llm = make_llm(folder, **SMALL_POOL, enable_prefix_caching=False)
     return [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
 
 
