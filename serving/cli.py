@@ -13,6 +13,7 @@ from . import client, flags, plan
 from .logging import logger, set_up_logging
 
 SERVER_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+DEV_MODE_VARIABLES = ("OCTAVO_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
 CLIENT_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
 
 
@@ -70,7 +71,7 @@ def run_serve(args: argparse.Namespace) -> int:
         logger.warning("%s", sentence)
     try:
         engine_args = flags.engine_args(args)
-        options = flags.server_options(args, _keys(SERVER_KEY_VARIABLES))
+        options = flags.server_options(args, _keys(SERVER_KEY_VARIABLES), dev_mode=_keys(DEV_MODE_VARIABLES) == ["1"])
         _load("..engine.config").EngineConfig.from_args(engine_args)
     except (ConfigError, ValueError) as error:
         args.parser.error(str(error))

@@ -227,7 +227,7 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--scheduling-policy", default="fcfs", help="fcfs, or priority: lower values run earlier")
     group.add_argument("--max-num-queued-reqs", type=human_int, default=16384, help="more are answered 503")
     group.add_argument("--max-num-queued-tokens", type=human_int, help="prompt tokens; more are answered 503")
-    group.add_argument("--swap-space", type=float, default=0.0, help="GiB of host memory for KV blocks")
+    group.add_argument("--swap-space", type=float, default=0.0, help="GiB of host memory per device for KV blocks")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="devices that share one model")
     group.add_argument(
         "--enforce-eager", action=argparse.BooleanOptionalAction, default=False, help="compile on first use"
@@ -308,7 +308,9 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     return EngineArgs(**values)
 
 
-def server_options(args: argparse.Namespace, environment_keys: Sequence[str]) -> ServerOptions:
+def server_options(
+    args: argparse.Namespace, environment_keys: Sequence[str], *, dev_mode: bool = False
+) -> ServerOptions:
     """The server's share; keys of the environment count when none are given.
 
     Raises ValueError for an empty key, and for a private key without its certificate.
@@ -345,6 +347,7 @@ def server_options(args: argparse.Namespace, environment_keys: Sequence[str]) ->
         stuck_timeout_s=args.stuck_timeout,
         disable_log_stats=args.disable_log_stats,
         disable_access_log=args.disable_access_log,
+        dev_mode=dev_mode,
     )
 
 

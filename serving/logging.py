@@ -75,11 +75,13 @@ class StatsLine:
             return None
         queries, hits = stats.prefix_cache_queries_total, stats.prefix_cache_hits_total
         hit_rate = 100.0 * hits / queries if queries else 0.0
+        host_queries, host_hits = stats.external_prefix_cache_queries_total, stats.external_prefix_cache_hits_total
+        host_rate = f", External prefix cache hit rate: {100.0 * host_hits / host_queries:.1f}%" if host_queries else ""
         return (
             f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, "
             f"Avg generation throughput: {generated:.1f} tokens/s, Running: {stats.num_running} reqs, "
             f"Waiting: {stats.num_waiting} reqs, GPU KV cache usage: {100.0 * stats.kv_cache_usage:.1f}%, "
-            f"Prefix cache hit rate: {hit_rate:.1f}%"
+            f"Prefix cache hit rate: {hit_rate:.1f}%{host_rate}"
         )
 
 

@@ -195,6 +195,12 @@ _COUNTERS = (
     ("vllm:generation_tokens", "Generated tokens.", "generation_tokens_total"),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_cache_queries_total"),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits_total"),
+    (
+        "vllm:external_prefix_cache_queries",
+        "Tokens looked up in host memory, since the device did not have them.",
+        "external_prefix_cache_queries_total",
+    ),
+    ("vllm:external_prefix_cache_hits", "Tokens found in host memory.", "external_prefix_cache_hits_total"),
     ("vllm:num_preemptions", "Requests that had to give back their blocks.", "num_preemptions_total"),
     ("octavo:compiles_after_ready", "Step programs compiled while serving.", "compiles_after_ready_total"),
     ("octavo:step_failures", "Steps that failed and whose requests ran again.", "step_failures_total"),

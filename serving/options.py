@@ -45,3 +45,5 @@ class ServerOptions:
     stats_interval_s: float = 10.0
     disable_log_stats: bool = False
     disable_access_log: bool = False
+    dev_mode: bool = False
+    """Routes for development (``serving.dev``) are there."""

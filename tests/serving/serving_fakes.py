@@ -109,6 +109,9 @@ class FakeEngine:
         self.aborted.append(request_id)
         self.release.set()
 
+    async def reset_prefix_cache(self) -> bool:
+        return not self.open
+
     def stats(self) -> StepStats:
         self.totals.num_running = len(self.open)
         return self.totals

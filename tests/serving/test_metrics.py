@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -71,13 +72,20 @@ async def test_aborts_are_counted(launch):
 
 async def test_gauges_are_of_the_moment_of_the_scrape(running):
     running.engine.totals = StepStats(
-        num_waiting=3, kv_cache_usage=0.25, prefix_cache_queries_total=40, prefix_cache_hits_total=16
+        num_waiting=3,
+        kv_cache_usage=0.25,
+        prefix_cache_queries_total=40,
+        prefix_cache_hits_total=16,
+        external_prefix_cache_queries_total=24,
+        external_prefix_cache_hits_total=8,
     )
     samples = await scrape(running)
     assert samples["vllm:num_requests_waiting",] == 3
     assert samples["vllm:kv_cache_usage_perc",] == samples["vllm:gpu_cache_usage_perc",] == 0.25
     assert samples["vllm:prefix_cache_queries_total",] == 40
     assert samples["vllm:prefix_cache_hits_total",] == 16
+    assert samples["vllm:external_prefix_cache_queries_total",] == 24
+    assert samples["vllm:external_prefix_cache_hits_total",] == 8
     assert samples["vllm:cache_config_info", "16", "100"] == 1
 
 
@@ -159,6 +167,12 @@ def test_statistics_line():
         "Engine 000: Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 25.5 tokens/s, "
         "Running: 3 reqs, Waiting: 2 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 25.0%"
     )
+    host = replace(
+        busy, generation_tokens_total=300, external_prefix_cache_queries_total=150, external_prefix_cache_hits_total=90
+    )
+    tiered = StatsLine(iter([0.0, 10.0]).__next__)
+    tiered.next_line(busy)
+    assert tiered.next_line(host).endswith("Prefix cache hit rate: 25.0%, External prefix cache hit rate: 60.0%")
     idle = StepStats(prompt_tokens_total=1000, generation_tokens_total=255)
     assert line.next_line(idle) is not None, "one last line says that it is over"
     assert line.next_line(idle) is None
