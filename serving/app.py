@@ -10,10 +10,12 @@ from .auth import KeyCheck
 from .chat import post_chat_completions
 from .completions import post_completions
 from .cors import cors_headers
+from .dev import DEV_ROUTES
 from .errors import ApiError, as_api_error
 from .health import get_live, get_metrics, get_ready, get_version
 from .models import get_model, get_models
 from .openapi import get_openapi
+from .sse import CLIENT_GONE
 from .state import STATE, ServerState, request_label
 from .tokenize import post_detokenize, post_tokenize
 
@@ -39,6 +41,8 @@ def make_app(state: ServerState) -> web.Application:
             web.post("/detokenize", _json_body(post_detokenize)),
         ]
     )
+    if state.options.dev_mode:
+        app.add_routes(DEV_ROUTES)
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -53,7 +57,7 @@ def _measure(state: ServerState) -> Middleware:
     @web.middleware
     async def measure(request: web.Request, handler: Handler) -> web.StreamResponse:
         start_s = time.monotonic()
-        status = 499  # the client left before it had an answer
+        status = CLIENT_GONE  # unless there is an answer
         try:
             response = await handler(request)
             status = response.status

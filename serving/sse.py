@@ -10,6 +10,9 @@ DONE = b"data: [DONE]\n\n"
 _ROOM_BYTES = 1 << 14
 """As much may wait in a connection's buffer before writing has to wait, which aiohttp does from 64 KiB on."""
 
+CLIENT_GONE = 499
+"""The status in logs and metrics when nobody was left to get one."""
+
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",

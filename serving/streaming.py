@@ -11,7 +11,7 @@ from ..engine.outputs import CompletionOutput, RequestOutput
 from .generation import Usage, aborted, check_finish
 from .protocol.requests import StreamOptions
 from .protocol.responses import encode_json
-from .sse import EventStream, frame
+from .sse import CLIENT_GONE, EventStream, frame
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,6 @@ async def stream_response(
         return await events.end()
     except ConnectionError as error:
         logger.info("stream dropped: %s", error)
-        raise
+        return web.Response(status=CLIENT_GONE)  # for log and metrics: its connection is closed
     except Exception as error:
         return await events.fail(error)
