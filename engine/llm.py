@@ -12,6 +12,7 @@ from .errors import RequestError
 from .frontend import open_model
 from .input_processor import InputProcessor, Prompt, default_sampling_params
 from .launch import launch_core
+from .messages import StepStats
 from .metrics import NullStatSink
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
@@ -51,6 +52,10 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing done, while requests hold blocks."""
         return self._core.reset_prefix_cache()
+
+    def stats(self) -> StepStats:
+        """Figures of this moment; counters are totals since the start."""
+        return self._core.stats()
 
     def generate(
         self,
