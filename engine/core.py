@@ -31,6 +31,7 @@ class EngineCore:
         """A step that was dispatched before the results of the one before it were read."""
         self._pending: list[ChoiceOutput] = []
         """Outputs that arose between steps."""
+        self._generation_tokens_shown = 0
         self._step_failures_total = 0
 
     @property
@@ -120,6 +121,8 @@ class EngineCore:
 
     def stats(self, num_scheduled_tokens: int = 0) -> StepStats:
         scheduler = self.scheduler
+        # Tokens past a stop string are taken back, but a counter must not fall.
+        self._generation_tokens_shown = max(self._generation_tokens_shown, scheduler.generation_tokens_total)
         return StepStats(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -127,7 +130,7 @@ class EngineCore:
             num_scheduled_tokens=num_scheduled_tokens,
             prompt_tokens_total=scheduler.prompt_tokens_total,
             prompt_tokens_computed_total=scheduler.prompt_tokens_computed_total,
-            generation_tokens_total=scheduler.generation_tokens_total,
+            generation_tokens_total=self._generation_tokens_shown,
             prefix_cache_queries_total=scheduler.kv.queries_total,
             prefix_cache_hits_total=scheduler.kv.hits_total - scheduler.kv.host_hits_total,
             external_prefix_cache_queries_total=scheduler.kv.host_queries_total,

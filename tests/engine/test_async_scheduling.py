@@ -94,6 +94,7 @@ class Play:
         self.stopped: dict[Key, int] = {}
         self.aborted: set[Key] = set()
         self._due: list[tuple[int, AbortRequest]] = list(traffic.aborts)
+        shown = 0
         for turn in count():
             for name, sent in traffic.sent.items():
                 if sent.turn == turn:
@@ -101,6 +102,8 @@ class Play:
             self._deliver(turn)
             self.harness.step()
             self._look_for_stop_strings(turn)
+            before, shown = shown, self.harness.core.stats().generation_tokens_total
+            assert before <= shown, "a counter fell"
             if not (self.harness.core.has_work or self._due) and turn > 30:
                 break
             assert turn < 2000, "no end in sight"
@@ -317,6 +320,19 @@ def test_a_block_that_another_request_holds_stays_findable():
     assert [block.key is not None for block in held[:4]] == [True] * 4
     harness.run()
     assert harness.outputs["b", 0] == expected_tokens(again, 4)
+
+
+def test_a_prompt_of_the_step_in_flight_is_found_by_the_next_one():
+    """A burst with one system prompt computes it once, although nothing has been read yet."""
+    harness = Harness(num_blocks=40, budget=16, ahead=True)
+    shared = list(range(16))
+    for i in range(3):
+        harness.add(f"r{i}", [*shared, i] if i else shared, max_tokens=3)
+    harness.step()
+    assert harness.runner.num_steps == 2
+    assert harness.kv.hits_total == 2 * len(shared)
+    outputs = harness.run()
+    assert [outputs[f"r{i}", 0] for i in (1, 2)] == [expected_tokens([*shared, i], 3) for i in (1, 2)]
 
 
 def test_choices_released_from_forking_find_the_prompt_of_the_step_in_flight():
