@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..models.attention_metadata import AttentionMetadata
 from ..models.decoder import merge
+from ..pallas_kernels.packed_array import PackedArray
 from ..pallas_kernels.work_lists import WorkListSpec
 from .buckets import Bucket
 from .device_state import DeviceState
@@ -52,6 +53,10 @@ def step(
     rows, deltas = inputs["rows"], inputs["table_deltas"]
     block_tables = state.block_tables.at[deltas[:, 0], deltas[:, 1]].set(deltas[:, 2], mode="drop")
     row_of_token, metadata = _metadata(inputs, block_tables, spec)
+    if spec.work is not None:
+        fields = {name: PackedArray(packed, where.start, shape) for name, (where, shape) in spec.layout.slices.items()}
+        work = spec.work.plans(fields, spec.bucket.decode_only)
+        metadata = replace(metadata, work=work, work_windows=spec.work.windows)
     last = state.last_tokens.at[rows[row_of_token]].get(mode="fill", fill_value=0)
     token_ids = jnp.where(inputs["token_ids"] == LAST_TOKEN, last, inputs["token_ids"])
 
@@ -143,7 +148,9 @@ def _metadata(
         positions = jnp.maximum(seq_lens - 1, 0)
     else:
         last_row = spec.bucket.num_rows - 1
-        row_of_token = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, last_row)
+        # By comparing all: one small launch, where a binary search would be a loop of some twenty.
+        ends_before = jnp.searchsorted(starts, token, side="right", method="compare_all")
+        row_of_token = jnp.clip(ends_before - 1, 0, last_row)
         valid = token < starts[-1]
         positions = seq_lens[row_of_token] - starts[row_of_token + 1] + token
         positions = jnp.where(valid, positions, 0)
@@ -155,8 +162,6 @@ def _metadata(
         query_start_loc=starts,
         seq_lens=seq_lens,
         decode_only=spec.bucket.decode_only,
-        work=() if spec.work is None else spec.work.plans(inputs, spec.bucket.decode_only),
-        work_windows=() if spec.work is None else spec.work.windows,
     )
     return row_of_token, metadata
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .dispatch import AttentionShape
+from .packed_array import PackedArray
 from .paged_attention.work import ITEM_FIELDS, WorkPlan
 from .ragged_paged_attention import work_spec
 from .ragged_paged_attention.work import TILE_FIELDS, MixedWorkPlan, TilePlan, WorkSpec
@@ -67,14 +68,14 @@ class WorkListSpec:
             views[f"work_items_{index}"][:] = rows.items
             views[f"row_items_{index}"][:] = rows.row_items
 
-    def plans(self, inputs: Mapping[str, jax.Array], decode_only: bool) -> tuple[WorkPlan | MixedWorkPlan, ...]:
+    def plans(self, fields: Mapping[str, PackedArray], decode_only: bool) -> tuple[WorkPlan | MixedWorkPlan, ...]:
         """The plans in a step's inputs, in the order of ``windows``."""
         plans: list[WorkPlan | MixedWorkPlan] = []
         for index in range(len(self.specs)):
-            rows = WorkPlan(inputs[f"work_items_{index}"], inputs[f"row_items_{index}"])
+            rows = WorkPlan(fields[f"work_items_{index}"], fields[f"row_items_{index}"])
             if decode_only:
                 plans.append(rows)
             else:
-                tiles = TilePlan(inputs[f"tiles_{index}"], inputs[f"num_tiles_{index}"])
-                plans.append(MixedWorkPlan(tiles, rows, inputs["single_tokens"]))
+                tiles = TilePlan(fields[f"tiles_{index}"], fields[f"num_tiles_{index}"])
+                plans.append(MixedWorkPlan(tiles, rows, fields["single_tokens"].unpack()))
         return tuple(plans)

@@ -22,8 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions
 from ..compat import interpret_option
+from ..packed_array import PackedArray
 from .config import MosaicTuningConfig
-from .work import WorkPlan
+from .work import ITEM_FIELDS, WorkPlan
 
 ROWS = 64
 """wgmma's M: the query heads of one KV head, padded."""
@@ -67,6 +68,8 @@ class _Shape:
     """Of the pool; keys and values are widened to ``dtype`` tile by tile."""
     options: AttentionOptions
     tuning: MosaicTuningConfig
+    items_start: int
+    """Where the work items begin in their vector."""
     in_place: bool
     """Products are added to the accumulator by wgmma itself; the interpreter has no accumulator that begins with a
     value, so there they are added afterwards."""
@@ -138,7 +141,8 @@ def attend_items(
     Returns f32 ``[W, K, Gp, Hp]`` (the first G rows and H columns hold something) and f32 ``[W, K, 64]`` (the first G).
     Padding items write nothing.
     """
-    num_items = work.items.shape[0]
+    items = PackedArray.of(work.items)
+    num_items = items.shape[0]
     num_kv_heads, block_size, head_dim = kv.shape[2:]
     shape = _Shape(
         group=q.shape[1] // num_kv_heads,
@@ -148,6 +152,7 @@ def attend_items(
         kv_dtype=kv.dtype,
         options=options,
         tuning=tuning,
+        items_start=items.start,
         in_place=interpret is None,
     )
     q = q.reshape(-1, num_kv_heads, shape.group, head_dim)
@@ -166,7 +171,7 @@ def attend_items(
         kernel_name="paged_attention",
         **interpret_option(interpret),
     )
-    return kernel(q, kv, block_tables, work.items, *(() if kv_scales is None else (kv_scales,)))
+    return kernel(q, kv, block_tables, items.vector, *(() if kv_scales is None else (kv_scales,)))
 
 
 def _attend_kernel(
@@ -178,7 +183,8 @@ def _attend_kernel(
     k_s, out_s = scratch["k_and_out_s"]
     q_bar, k_bar, v_bar = (scratch[name] for name in ("q_bar", "k_bar", "v_bar"))
     item, head = lax.axis_index("item"), lax.axis_index("kv_head")
-    row, first_key, end, first_seen = (items_g[item, i] for i in range(4))
+    first_field = shape.items_start + item * ITEM_FIELDS
+    row, first_key, end, first_seen = (items_g[first_field + i] for i in range(ITEM_FIELDS))
     block_size, tile_kv, stages = shape.block_size, shape.tuning.tile_kv, shape.tuning.stages
     group = pl.ds(0, shape.padded_group)
 
@@ -352,8 +358,9 @@ def combine_items(
     """Merges each row's partials as ``attend_items`` gives them; ``[R, N, H]`` = ``shape``, zeros for an empty row."""
     num_rows, num_heads, head_dim = shape
     group = num_heads // partials.shape[1]
+    row_items = PackedArray.of(work.row_items)
     kernel: Callable[..., jax.Array] = plgpu.kernel(
-        partial(_combine_kernel, group=group, has_sinks=sinks is not None),
+        partial(_combine_kernel, group=group, row_items_start=row_items.start, has_sinks=sinks is not None),
         out_type=jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), dtype),
         grid=(num_rows, num_heads),
         grid_names=("row", "head"),
@@ -363,14 +370,16 @@ def combine_items(
         **interpret_option(interpret),
     )
     extra = () if sinks is None else (sinks.astype(jnp.float32),)
-    return kernel(partials, logsumexps, work.row_items, *extra)
+    return kernel(partials, logsumexps, row_items.vector, *extra)
 
 
-def _combine_kernel(partial_g: Any, lse_g: Any, row_items_g: Any, *refs: Any, group: int, has_sinks: bool) -> None:
+def _combine_kernel(
+    partial_g: Any, lse_g: Any, row_items_g: Any, *refs: Any, group: int, row_items_start: int, has_sinks: bool
+) -> None:
     *sinks_g, out_g, out_s = refs
     row, head = lax.axis_index("row"), lax.axis_index("head")
     kv_head, member = lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
-    first, end = row_items_g[row], row_items_g[row + 1]
+    first, end = row_items_g[row_items_start + row], row_items_g[row_items_start + row + 1]
     width = partial_g.shape[3]
 
     def vector(x: float) -> jax.Array:

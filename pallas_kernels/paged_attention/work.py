@@ -16,7 +16,8 @@ ITEM_FIELDS = 4
 
 
 class WorkPlan(NamedTuple):
-    """W items, rows in order; padding items, which have no keys, come last. NumPy's or JAX's arrays."""
+    """W items, rows in order; padding items, which have no keys, come last. NumPy's or JAX's arrays, or a
+    ``PackedArray`` each."""
 
     items: Any
     """i32[W, 4]: row, first key, end of keys (exclusive), first key that the query sees (differs from the first key

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention_common import AttentionOptions
 from .config import MosaicTuningConfig
-from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, WG_QUERIES, Split
+from .work import ALIGNMENT, FIRST_TOKEN, NUM_KEYS, NUM_TOKENS, ROW, SEQ_LEN, TILE_FIELDS, WG_QUERIES, Split
 
 Ref = Any
 """A Pallas reference."""
@@ -30,6 +30,9 @@ class KernelShape:
     options: AttentionOptions
     has_sinks: bool
     tuning: MosaicTuningConfig
+    tiles_start: int
+    """Where the tiles and their number begin in their vectors."""
+    num_tiles_start: int
 
     @property
     def group(self) -> int:
@@ -65,9 +68,9 @@ class Refs(NamedTuple):
     q: Ref  # [T, N, H]
     kv: Ref  # [B, 2, K, S, H]
     tables: Ref  # i32 [R, max_blocks]
-    tiles: Ref  # i32 [W, 5]
-    num_tiles: Ref  # i32 [1]
-    sinks: Ref  # f32 [N]
+    tiles: Ref  # i32 [W, 5] at tiles_start of a vector
+    num_tiles: Ref  # i32 [1] at num_tiles_start of a vector
+    sinks: Ref  # f32 [N]; None unless has_sinks
     out: Ref  # [T, N, H]
     q_smem: Ref  # [2, H / value_dim, 64, value_dim]; in the end the first part is the output's
     k_smem: Ref  # [stages, tile_kv, H]
@@ -119,7 +122,7 @@ def for_each_item(refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax
     Items are dealt out back and forth over the programs, dearest first, so that their sums come out about equal.
     """
     num_ctas = shape.tuning.num_ctas
-    num_items = refs.num_tiles[0] * shape.slices
+    num_items = refs.num_tiles[shape.num_tiles_start] * shape.slices
 
     def place_in(index: jax.Array) -> jax.Array:
         cta = lax.axis_index("cta")
@@ -133,7 +136,8 @@ def for_each_item(refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax
 def load_item(refs: Refs, shape: KernelShape, place: jax.Array) -> Item:
     tile_kv, window = shape.tuning.tile_kv, shape.options.window
     tile, slice_ = lax.div(place, shape.slices), lax.rem(place, shape.slices)
-    num_tokens, num_keys = refs.tiles[tile, NUM_TOKENS], refs.tiles[tile, NUM_KEYS]
+    fields = [refs.tiles[shape.tiles_start + tile * TILE_FIELDS + i] for i in range(TILE_FIELDS)]
+    num_tokens, num_keys = fields[NUM_TOKENS], fields[NUM_KEYS]
     first_pos = num_keys - num_tokens
     first_key = jnp.int32(0) if window is None else jnp.maximum(first_pos - window + 1, 0)
     first_tile, last_tile = first_key // tile_kv, (num_keys + tile_kv - 1) // tile_kv - 1
@@ -142,11 +146,11 @@ def load_item(refs: Refs, shape: KernelShape, place: jax.Array) -> Item:
     inside_window = first_tile if window is None else (jnp.maximum(num_keys - window, 0) + tile_kv - 1) // tile_kv
     diagonal_turns = jnp.clip(last_tile + 1 - below_diagonal, 0, num_turns)
     return Item(
-        row=refs.tiles[tile, ROW],
-        first_token=refs.tiles[tile, FIRST_TOKEN],
+        row=fields[ROW],
+        first_token=fields[FIRST_TOKEN],
         num_tokens=num_tokens,
         first_pos=first_pos,
-        seq_len=refs.tiles[tile, SEQ_LEN],
+        seq_len=fields[SEQ_LEN],
         head=slice_ * shape.split.heads,
         first_block=first_key // shape.block_size,
         last_block=jnp.maximum(num_keys - 1, 0) // shape.block_size,

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions, visible
 from ..compat import interpret_option
+from ..packed_array import PackedArray
 from ..paged_attention import paged_attention
 from .config import MosaicTuningConfig
 from .items import Item, KernelShape, Ref, Refs, WarpgroupRows, for_each_item, load_item, warpgroup_rows
@@ -89,6 +90,7 @@ def attend_tiles(
     padding = max(WG_QUERIES - num_tokens, -num_tokens % ALIGNMENT)  # a warpgroup reads 64 rows
     if padding:
         q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+    tiles, num_tiles = PackedArray.of(plan.tiles), PackedArray.of(plan.num_tiles)
     shape = KernelShape(
         num_tokens=q.shape[0],
         num_heads=num_heads,
@@ -99,8 +101,9 @@ def attend_tiles(
         options=options,
         has_sinks=sinks is not None,
         tuning=tuning,
+        tiles_start=tiles.start,
+        num_tiles_start=num_tiles.start,
     )
-    sinks = jnp.zeros(num_heads, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     call = plgpu.kernel(
         partial(_kernel, shape=shape),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -113,7 +116,8 @@ def attend_tiles(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpret_option(interpret),
     )
-    return call(q, kv, block_tables, plan.tiles, plan.num_tiles, sinks)[:num_tokens]
+    extra = () if sinks is None else (sinks.astype(jnp.float32),)
+    return call(q, kv, block_tables, tiles.vector, num_tiles.vector, *extra)[:num_tokens]
 
 
 def _scratch(shape: KernelShape) -> tuple:
@@ -140,7 +144,8 @@ def _scratch(shape: KernelShape) -> tuple:
 
 
 def _kernel(*args: Ref, shape: KernelShape) -> None:
-    refs = Refs(*args)
+    inputs, rest = args[:5], args[5:]
+    refs = Refs(*inputs, *(rest if shape.has_sinks else (None, *rest)))
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < COMPUTE_WGS)

@@ -50,7 +50,8 @@ class Split(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """Query tiles, those with the most KV tiles first, and how many of them are real. NumPy's or JAX's arrays."""
+    """Query tiles, those with the most KV tiles first, and how many of them are real. NumPy's or JAX's arrays, or a
+    ``PackedArray`` each."""
 
     tiles: Any
     """i32 ``[W, 5]``: the row, its first query token (an index into q), the number of query tokens, the number of

@@ -12,6 +12,7 @@ from paged_pool import PagedBatch, make_paged_batch, worst_error
 from octavo.pallas_kernels.attention_common import AttentionOptions
 from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.dispatch import load_mosaic
+from octavo.pallas_kernels.packed_array import PackedArray
 from octavo.pallas_kernels.paged_attention import paged_attention, work_spec
 from octavo.pallas_kernels.paged_attention.config import mosaic_tuning
 from octavo.pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -226,6 +227,20 @@ def test_combine_is_exact(has_sinks):
         total = weights.sum(0) + (np.exp(sinks) if has_sinks else 0.0)
         want[row] = (weights[..., None] * partials[first:end, 0, :2, :96]).sum(0) / total[:, None]
     assert worst_error(got, want) <= 1e-5
+
+
+def test_lists_are_read_where_they_lie():
+    """Both lists inside one vector, as a step's inputs hold them."""
+    case = Case(4, 1, 64, 16, (5, 0, 150))
+    batch = case.batch()
+    spec = work_spec(batch.q, batch.kv, batch.tables.shape[1], interpret=INTERPRET)
+    plan = spec.plan(np.asarray(batch.lens))
+    vector = jnp.asarray(np.concatenate([[9] * 3, plan.items.ravel(), [9] * 2, plan.row_items, [9]]), jnp.int32)
+    items = PackedArray(vector, 3, plan.items.shape)
+    work = WorkPlan(items, PackedArray(vector, 5 + plan.items.size, plan.row_items.shape))
+    run = partial(paged_attention, **case.kwargs, implementation="mosaic", interpret=INTERPRET)
+    got = interpreted(run, *batch.arrays, work=work)
+    assert worst_error(got, case.reference()) <= 2e-2
 
 
 def test_layers_share_one_trace():

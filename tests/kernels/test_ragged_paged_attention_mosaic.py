@@ -13,6 +13,7 @@ from octavo.pallas_kernels.aot import aot_missing, compile_for
 from octavo.pallas_kernels.attention_common import AttentionOptions
 from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.dispatch import load_mosaic
+from octavo.pallas_kernels.packed_array import PackedArray
 from octavo.pallas_kernels.ragged_paged_attention import ragged_paged_attention, work_spec
 from octavo.pallas_kernels.ragged_paged_attention.config import mosaic_tuning
 from octavo.pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
@@ -229,6 +230,21 @@ def test_plan_counts_the_window_as_cost():
     starts, lens = (np.asarray(x, np.int32) for x in ([0, 8, 72], [4096, 190]))
     plan = plan_tiles(starts, lens, num_tokens=72, tile_q=64, tile_kv=64, window=100)
     assert np.asarray(plan.tiles)[:2, [ROW, FIRST_TOKEN, NUM_TOKENS]].tolist() == [[1, 8, 64], [0, 0, 8]]
+
+
+def test_tiles_are_read_where_they_lie():
+    """Tiles and their number inside one vector, as a step's inputs hold them."""
+    case = Case(2, 1, 64, 16, ((10, 10), (4, 70)), 14)
+    q, kv, tables, starts, lens = case.arrays()
+    spec = work_spec(q, kv, tables.shape[1], interpret=INTERPRET)
+    plan = spec.plan(np.asarray(starts), np.asarray(lens), case.num_tokens)
+    tiles, num_tiles = plan.tiles
+    vector = jnp.asarray(np.concatenate([[9] * 3, tiles.ravel(), [9] * 2, num_tiles, [9]]), jnp.int32)
+    packed = TilePlan(PackedArray(vector, 3, tiles.shape), PackedArray(vector, 5 + tiles.size, (1,)))
+    got = jax.jit(lambda q, kv: mosaic.attend_tiles(q, kv, tables, packed, None, case.options, spec.tuning, INTERPRET))(
+        q, kv
+    )
+    assert worst_error(got, case.reference()) <= 2e-2
 
 
 def test_layers_share_one_trace():
