@@ -5,9 +5,8 @@ copied between the tiers for that, ``take_chunk_copies`` tells, for the step tha
 """
 
 import hashlib
+import struct
 from collections.abc import Collection, Iterable, Sequence
-
-import numpy as np
 
 from .block_pool import Block, BlockPool
 from .host_tier import ChunkCopy, HostBlock, HostTier
@@ -24,7 +23,7 @@ def block_key(parent: bytes, token_ids: Sequence[int], salt: str | None) -> byte
     if not parent and salt is not None:
         digest.update(b"salt\x00" + salt.encode())
     digest.update(b"\x01")
-    digest.update(np.asarray(token_ids, dtype="<i8").tobytes())
+    digest.update(struct.pack(f"<{len(token_ids)}q", *token_ids))
     return digest.digest()
 
 

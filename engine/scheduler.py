@@ -54,6 +54,7 @@ class Scheduler:
         """Live choices by request id."""
         self._forking: dict[str, list[Request]] = {}
         """Choices that wait for choice 0's prompt, by request id."""
+        self._num_forking = 0
         self._ended: OrderedDict[tuple[str, int], Request] = OrderedDict()
         """The last choices with stop strings that ended here: one may turn up in their text yet."""
         self.isolation = Isolation()
@@ -74,7 +75,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + sum(map(len, self._forking.values()))
+        return len(self.waiting) + self._num_forking
 
     @property
     def requests(self) -> Iterator[Request]:
@@ -106,6 +107,7 @@ class Scheduler:
         self.waiting.push(first)
         if others:
             self._forking[source.request_id] = others
+            self._num_forking += len(others)
             for choice in others:
                 choice.status = RequestStatus.FORKING
         self.prompt_tokens_total += first.num_prompt_tokens
@@ -144,6 +146,7 @@ class Scheduler:
             self._release(request)
         elif was_forking:
             self._forking[request.request_id].remove(request)
+            self._num_forking -= 1
         else:
             self.waiting.remove(request)
         if request.params.stop:
@@ -260,6 +263,7 @@ class Scheduler:
                 if copy is None:
                     break
                 child = siblings.pop(0)
+                self._num_forking -= 1
                 child.num_cached_tokens = row.request.num_cached_tokens
                 child.timing.first_scheduled_time_s = row.request.timing.first_scheduled_time_s
                 child.admissions = 1
@@ -378,6 +382,7 @@ class Scheduler:
     def _release_forks(self, request_id: str) -> None:
         """Choices that could not fork become ordinary waiting requests; the prefix cache, if on, has their prompt."""
         for choice in reversed(self._forking.pop(request_id, [])):
+            self._num_forking -= 1
             choice.status = RequestStatus.WAITING
             self.waiting.push(choice)
 
@@ -387,6 +392,7 @@ class Scheduler:
         rows = [request.row for request in self.running]
         assert sorted([*rows, *self._free_rows]) == list(range(self.max_num_seqs)), "rows are lost or shared"
         forking = [choice for choices in self._forking.values() for choice in choices]
+        assert len(forking) == self._num_forking
         live = {id(request) for request in self.requests}
         assert live == {id(request) for request in [*self.waiting, *self.running, *forking]}
         assert all(not request.blocks for request in [*self.waiting, *forking])
