@@ -3,6 +3,7 @@
 ``run_core`` is the whole life of such a process. It knows nothing of the device: what it runs is handed to it.
 """
 
+import gc
 import logging
 import os
 import shutil
@@ -101,8 +102,9 @@ class CoreServer:
                 if not self._was_busy:
                     self._write_board(core, core.stats())
                 outputs = core.step()
-                self._send_outputs(outputs)
+                # First the board: whoever has an output in hand finds it counted.
                 self._write_board(core, outputs.stats)
+                self._send_outputs(outputs)
             else:
                 self._write_board(core, core.stats())
             self._flush_log()
@@ -236,6 +238,9 @@ def run_core(launch: Launch, stdin: int) -> NoReturn:
 def _launch_and_serve(server: CoreServer, start: CoreStart, launch: Launch) -> None:
     hello = server.wait_for_hello()
     core, config = launch(start.config, find_model(start.config.model, hello.model_path), hello.vocab_size)
+    # What is there now stays: a full collection among steps would walk over each block of the pool, for 100 ms.
+    gc.collect()
+    gc.freeze()
     server.serve(core, config)
 
 
