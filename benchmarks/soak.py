@@ -34,15 +34,16 @@ ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 COUNTERS = ("num_preemptions_total", "prefix_cache_hits_total", "external_prefix_cache_hits_total")
+VOCAB_SIZE = 300
 IDLE_S = 5.0
 SAMPLE_S = 0.25
 START_S = 300.0
 OPTIONS = (
-    *("--block-size", "4", "--max-model-len", "96", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
-    *("--num-gpu-blocks-override", "40", "--scheduling-policy", "priority", "--swap-space", "0.002"),
+    *("--block-size", "4", "--max-model-len", "64", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
+    *("--num-gpu-blocks-override", "20", "--scheduling-policy", "priority", "--swap-space", "0.002"),
     *("--max-num-queued-reqs", "16", "--dtype", "float32", "--disable-log-stats", "--disable-access-log"),
 )
-"""39 blocks of 4 tokens for 8 requests of up to 96; host memory for some hundred blocks."""
+"""19 blocks of 4 tokens for 8 requests of up to 64; host memory for some hundred blocks."""
 
 
 @dataclass
@@ -101,7 +102,7 @@ async def run_soak(
     timeout = aiohttp.ClientTimeout(total=120)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
-        bodies = make_bodies(num_bodies, 300, 96, seed)
+        bodies = make_bodies(num_bodies, VOCAB_SIZE, await context_length(session), seed)
         traffic = Traffic(session, bodies, await known_answers(session, bodies), seed)
         watching = asyncio.create_task(watch_memory(pids, report.memory))
         await traffic.run(seconds, clients)
@@ -115,6 +116,12 @@ async def run_soak(
     report.gauges = {name: figures[name] for name in GAUGES if name in figures}
     report.counters = {name: figures[name] for name in COUNTERS if name in figures}
     return report
+
+
+async def context_length(session: aiohttp.ClientSession) -> int:
+    async with session.get("/v1/models") as response:
+        response.raise_for_status()
+        return (await response.json())["data"][0]["max_model_len"]
 
 
 async def watch_memory(pids: dict[str, int], memory: dict[str, list[int]]) -> None:
@@ -227,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of traffic")
     parser.add_argument("--clients", type=int, default=24, help="at once")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="vocabulary of 300, context of 96 or more")
+    parser.add_argument("--model", type=Path, help="with a vocabulary of 300 and a tokenizer")
     parser.add_argument("--serve-options", default="", help="more options for octavo serve, in one string")
     parser.add_argument("--max-growth-mib", type=float, default=16.0, help="of a process's memory")
     parser.add_argument("--output", type=Path, help="write the report as JSON here")
