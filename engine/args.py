@@ -65,6 +65,8 @@ class EngineArgs:
     max_logprobs: int = 20
     attention_backend: str = "auto"
     """auto, xla or mosaic."""
+    tuned_config_folder: str | None = None
+    """Where ``octavo tune`` wrote kernel sizes that go before the package's own."""
     engine_step_timeout: float = 300.0
     """Seconds without a finished step, while there is work, after which the core counts as dead (not for ``LLM``)."""
     disable_log_stats: bool = False

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..models.config import SAMPLING_KEYS
@@ -88,6 +89,7 @@ class EngineConfig:
     enforce_eager: bool = False
     compile_cache_dir: str | None = None
     attention_backend: str = "auto"
+    tuned_config_folder: str | None = None
     max_logprobs: int = MAX_LOGPROBS
     seed: int = 0
     engine_step_timeout_s: float = 300.0
@@ -138,6 +140,7 @@ class EngineConfig:
             enforce_eager=args.enforce_eager,
             compile_cache_dir=args.compile_cache_dir,
             attention_backend=args.attention_backend,
+            tuned_config_folder=args.tuned_config_folder,
             max_logprobs=args.max_logprobs,
             seed=args.seed,
             engine_step_timeout_s=float(args.engine_step_timeout),
@@ -286,6 +289,8 @@ def _check_choices(args: EngineArgs) -> None:
         raise ConfigError(f"load_format {args.load_format!r} is not supported; known: {', '.join(LOAD_FORMATS)}")
     if args.attention_backend not in ("auto", "xla", "mosaic"):
         raise ConfigError(f"attention_backend {args.attention_backend!r} is unknown; known: auto, xla, mosaic")
+    if args.tuned_config_folder is not None and not Path(args.tuned_config_folder).is_dir():
+        raise ConfigError(f"tuned_config_folder {args.tuned_config_folder!r} is not a folder")
     if args.scheduling_policy not in POLICIES:
         raise ConfigError(f"scheduling_policy {args.scheduling_policy!r} is unknown; known: {', '.join(POLICIES)}")
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from ..models.loading.errors import LoadError
 from ..models.loading.loader import load_params
 from ..models.loading.resolve import ResolvedModel
 from ..pallas_kernels.dispatch import Device
+from ..pallas_kernels.tuning import use_folder
 from .buckets import BucketTable
 from .compile_cache import COMPILES, enable_compile_cache
 from .config import GIB, EngineConfig
@@ -67,6 +69,7 @@ def launch_core(
     if was_up and platform != "cpu":
         _warn_of_share_in_force(jax.devices()[0])
     enable_compile_cache(config.compile_cache_dir)
+    use_folder(Path(config.tuned_config_folder) if config.tuned_config_folder else None)
     decoder_config, dtype, config = derive(config, resolved, tokenizer_size, platform)
     mesh = Mesh(np.array(jax.devices()[: config.tensor_parallel_size]), ("tp",), axis_types=(AxisType.Auto,))
     choice = choose_attention(config, Device.of(mesh.devices.flat[0]), decoder_config, dtype)

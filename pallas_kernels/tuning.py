@@ -1,12 +1,15 @@
 """Kernel sizes that were measured on a GPU, read from ``tuned/<device kind>/<operation>.json`` in the package.
 
-Such a file is a list of ``{"when": {...}, "config": {...}}``: ``config`` holds the fields of the operation's
-``MosaicTuningConfig`` and applies where all of ``when`` (say ``{"head_dim": 128}``) holds. The first that does counts.
-Without a file, or an entry that fits, the operation's own reasoning decides.
+``octavo tune`` writes them, into the package or into a folder of the user's, which ``--tuned-config-folder`` names and
+which goes first. Such a file is a list of ``{"when": {...}, "config": {...}}``: ``config`` holds the fields of the
+operation's ``MosaicTuningConfig`` and applies where all of ``when`` (say ``{"head_dim": 128}``) holds. The first that
+does counts. Without a file, or an entry that fits, the operation's own reasoning decides.
 """
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,19 +18,66 @@ import jax
 
 FOLDER = Path(__file__).parent / "tuned"
 
+_user_folder: Path | None = None
+_forced: dict[str, dict[str, Any]] = {}
+
+
+def use_folder(folder: Path | None) -> None:
+    """From now on, in this process, the files in ``folder`` go before the package's own. None: as it was at start."""
+    global _user_folder
+    _user_folder = folder
+    _read.cache_clear()
+
+
+@contextmanager
+def forced(operation: str, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Calls that are traced inside take ``fields``, whatever was measured: how ``octavo tune`` tries a candidate."""
+    _forced[operation] = dict(fields)
+    try:
+        yield
+    finally:
+        del _forced[operation]
+
 
 def find_tuned(
-    operation: str, device_kind: str, facts: Mapping[str, Any], folder: Path = FOLDER
+    operation: str, device_kind: str, facts: Mapping[str, Any], folder: Path | None = None
 ) -> dict[str, Any] | None:
     """The fields measured for ``facts`` on a GPU of ``device_kind`` (``jax.Device.device_kind``); None: nothing was.
 
-    ``folder`` stands in for the package's own. Raises ValueError for a file that is not such a list.
+    ``folder`` stands in for those that are looked into else. Raises ValueError for a file that is not such a list.
     """
-    entries = _read(folder, device_kind, operation)
-    for entry in entries:
-        if all(facts.get(name) == value for name, value in entry["when"].items()):
-            return dict(entry["config"])
+    if operation in _forced:
+        return dict(_forced[operation])
+    folders = [folder] if folder is not None else [f for f in (_user_folder, FOLDER) if f is not None]
+    for place in folders:
+        for entry in _read(place, device_kind, operation):
+            if all(facts.get(name) == value for name, value in entry["when"].items()):
+                return dict(entry["config"])
     return None
+
+
+def write_tuned(
+    operation: str, device_kind: str, when: Mapping[str, Any], config: Mapping[str, Any], folder: Path = FOLDER
+) -> Path:
+    """Adds an entry, or replaces the one with the same ``when``; entries with more conditions come first.
+
+    Returns the file. Raises ValueError if the file that is there is malformed, OSError if it cannot be written.
+    """
+    _read.cache_clear()
+    others = [entry for entry in _read(folder, device_kind, operation) if entry["when"] != dict(when)]
+    entries = [{"when": dict(when), "config": dict(config)}, *others]
+    entries.sort(key=lambda entry: -len(entry["when"]))
+    path = tuned_path(folder, device_kind, operation)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    _read.cache_clear()
+    return path
+
+
+def tuned_path(folder: Path, device_kind: str, operation: str) -> Path:
+    return folder / device_kind.lower().replace(" ", "-") / f"{operation}.json"
 
 
 def current_gpu() -> str | None:
@@ -37,7 +87,7 @@ def current_gpu() -> str | None:
 
 @cache
 def _read(folder: Path, device_kind: str, operation: str) -> tuple[dict[str, Any], ...]:
-    path = folder / device_kind.lower().replace(" ", "-") / f"{operation}.json"
+    path = tuned_path(folder, device_kind, operation)
     if not path.is_file():
         return ()
     entries = json.loads(path.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..engine.errors import ConfigError
-from . import client, flags, plan
+from . import client, flags, plan, tune
 from .logging import logger, set_up_logging
 
 SERVER_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
@@ -42,6 +42,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     plan.add_plan_options(plan_parser)
     plan_parser.set_defaults(run=plan.run_plan, parser=plan_parser)
+    tune_parser = commands.add_parser(
+        "tune",
+        help="measure the attention kernels' sizes on this machine's GPU",
+        usage="octavo tune [MODEL] [options]",
+        allow_abbrev=False,
+    )
+    tune.add_tune_options(tune_parser)
+    tune_parser.set_defaults(run=tune.run_tune, parser=tune_parser)
     chat = commands.add_parser("chat", help="talk to a running server", allow_abbrev=False)
     chat.add_argument("--system-prompt", help="a first message of the system")
     _add_client_options(chat)

@@ -236,6 +236,7 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
         "--compile-cache-dir", help="where compiled programs are kept (default: ~/.cache/octavo/compiled)"
     )
     group.add_argument("--attention-backend", default="auto", help="auto, xla or mosaic")
+    group.add_argument("--tuned-config-folder", help="kernel sizes that `octavo tune` wrote, instead of the package's")
     group.add_argument(
         "--engine-step-timeout",
         type=seconds,

@@ -30,6 +30,7 @@ DEVICE_HALF = {
     "programs",
     "step",
     "step_work",
+    "tune",
     "warmup",
     "llm",
 }
@@ -51,6 +52,7 @@ LAZY_IMPORTS = {
     ("serving/api_process.py", "_load"),
     ("serving/cli.py", "_load"),
     ("serving/plan.py", "_load"),
+    ("serving/tune.py", "_load"),
 }
 """(file, function) that may import when called: the lazy registries."""
 ENVIRONMENT_READERS = {"serving/cli.py"}
