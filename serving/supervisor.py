@@ -20,6 +20,7 @@ from ..engine.args import EngineArgs
 from ..engine.config import EngineConfig
 from ..engine.core_child import CoreChild, describe_exit
 from ..engine.errors import ConfigError
+from .file_limit import raise_file_limit
 from .listening import open_sockets, port_of, remove_unix_socket
 from .options import ServerOptions
 from .orders import DEAD, STOP, ApiStart, encode_start
@@ -50,6 +51,7 @@ class Supervisor:
     def run(self) -> int:
         """Serves until stopped."""
         options = self._options
+        raise_file_limit()
         try:
             sockets = open_sockets(options, options.api_server_count)
         except OSError as error:
