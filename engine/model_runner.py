@@ -1,6 +1,6 @@
 """Dispatches plans to the device and reads results late."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import jax
@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from .buckets import BucketTable
 from .config import EngineConfig
 from .device_state import StateSpec, create_state
+from .host_pool import HostPool
+from .host_tier import ChunkCopy
 from .input_batch import InputBatch
 from .programs import LoadedModel, Programs
 from .sampling_params import MAX_LOGPROBS
@@ -58,6 +60,8 @@ class ModelRunner:
             work=model.work,
         )
         self._open_masks: dict[int, jax.Array] = {}
+        num_chunks = config.cache.num_host_chunks
+        self._host_pool = HostPool(spec.kv, model.mesh, num_chunks) if num_chunks else None
 
     def reset(self) -> None:
         """Rebuilds the device state after a step that failed and may have consumed it; all KV is lost."""
@@ -73,6 +77,8 @@ class ModelRunner:
 
     def dispatch(self, plan: SchedulerOutput) -> StepHandle:
         """Sends one step to the device and returns at once."""
+        for copy in plan.chunk_copies:
+            self._copy_chunk(copy)
         for scheduled in plan.rows:
             if scheduled.admitted:
                 self._state = self.programs.write_row()(self._state, self._batch.row_update(scheduled))
@@ -103,6 +109,14 @@ class ModelRunner:
             full = np.full((num_rows, self.programs.mask_words), -1, np.int32)
             self._open_masks[num_rows] = jax.device_put(full, NamedSharding(self._mesh, P()))
         return self._open_masks[num_rows]
+
+    def _copy_chunk(self, copy: ChunkCopy) -> None:
+        assert self._host_pool is not None
+        if copy.to_host:
+            self._host_pool.save(self.programs.swap_out(), self._state.kv, copy)
+        else:
+            kv = self._host_pool.restore(self.programs.swap_in(), self._state.kv, copy)
+            self._state = replace(self._state, kv=kv)
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         for at in range(0, len(pairs), BLOCK_COPIES):
