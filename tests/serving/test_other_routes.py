@@ -97,7 +97,7 @@ async def test_a_dead_engine_is_not_healthy(launch):
         rest = (await response.content.read()).decode()
     assert rest.count('"error"') == 1
     assert "[DONE]" not in rest
-    assert (await waiting)[0] == 500
+    assert (await waiting)[0] == 503
     assert await status_of(running, "/health") == 503
     assert await status_of(running, "/live") == 200
     assert (await running.post("/v1/completions", {"prompt": "a"}))[0] == 503
