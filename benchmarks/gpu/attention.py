@@ -20,8 +20,9 @@ from .parts import Options, Report
 from .timing import time_chain
 
 LLAMA_8B = Heads(num_heads=32, num_kv_heads=8, head_dim=128)
-POOL_BYTES = 4 << 30
-"""Of all layers' pools together, about."""
+POOL_BYTES = {"decode": 4 << 30, "mixed": 1 << 29}
+"""Of all layers' pools together, about: decode is bound by reading them, mixed calls by products."""
+MAX_LAYERS = 32
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def run(report: Report, options: Options) -> None:
     obstacle = mosaic_obstacle()
     for case in (SMOKE_CASES if options.smoke else CASES)[operation]:
         rows = list(case.rows)
-        batch = make_batch(rows, heads, num_pools=1 if options.smoke else num_layers(heads, rows))
+        batch = make_batch(rows, heads, num_pools=1 if options.smoke else num_layers(operation, heads, rows))
         facts = {"rows": len(rows), "bytes": heads.bytes(rows), "flops": heads.flops(rows)}
         for implementation in ("mosaic", "xla"):
             if implementation == "mosaic" and obstacle is not None:
@@ -72,11 +73,11 @@ def run(report: Report, options: Options) -> None:
         del batch
 
 
-def num_layers(heads: Heads, rows: list[tuple[int, int]]) -> int:
+def num_layers(operation: str, heads: Heads, rows: list[tuple[int, int]]) -> int:
     """Layers of a chain: no fewer than two, so that a pool is not its own successor."""
     blocks = sum(-(-seq_len // heads.block_size) for _, seq_len in rows)
     pool = blocks * heads.block_size * 2 * heads.num_kv_heads * heads.head_dim * 2
-    return max(2, min(32, POOL_BYTES // pool))
+    return max(2, min(MAX_LAYERS, POOL_BYTES[operation] // pool))
 
 
 def time_layers(operation: str, implementation: str, batch: Batch, *, smoke: bool) -> dict[str, float]:
