@@ -29,6 +29,14 @@ def use_folder(folder: Path | None) -> None:
     _read.cache_clear()
 
 
+def user_files() -> tuple[tuple[str, str], ...]:
+    """Name and text of all files in the user's folder: what compiled programs follow from besides the package."""
+    if _user_folder is None:
+        return ()
+    paths = sorted(_user_folder.glob("*/*.json"))
+    return tuple((path.relative_to(_user_folder).as_posix(), path.read_text(encoding="utf-8")) for path in paths)
+
+
 @contextmanager
 def forced(operation: str, fields: Mapping[str, Any]) -> Iterator[None]:
     """Calls that are traced inside take ``fields``, whatever was measured: how ``octavo tune`` tries a candidate."""

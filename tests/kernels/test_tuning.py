@@ -6,7 +6,7 @@ import pytest
 
 from octavo.pallas_kernels import tuning
 from octavo.pallas_kernels.paged_attention.config import MosaicTuningConfig
-from octavo.pallas_kernels.tuning import current_gpu, find_tuned, forced, use_folder, write_tuned
+from octavo.pallas_kernels.tuning import current_gpu, find_tuned, forced, use_folder, user_files, write_tuned
 
 ENTRIES = [
     {"when": {"head_dim": 128, "block_size": 64}, "config": {"tile_kv": 128}},
@@ -78,9 +78,14 @@ def test_the_users_folder_goes_before_the_packages_own(folder, tmp_path, monkeyp
     try:
         assert find(128) == {"tile_kv": 64}
         assert find(256) == {"tile_kv": 192}
+        before = user_files()
+        assert [name for name, _ in before] == ["nvidia-h200/paged_attention.json"]
+        write_tuned("paged_attention", "NVIDIA H200", {"head_dim": 64}, {"tile_kv": 448}, folder)
+        assert user_files() != before
         with forced("paged_attention", {"tile_kv": 1}):
             assert find(128) == {"tile_kv": 1}
         assert find(128) == {"tile_kv": 64}
     finally:
         use_folder(None)
+    assert user_files() == ()
     assert find(128) == {"tile_kv": 320}
