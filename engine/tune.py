@@ -64,7 +64,7 @@ def tune(
             raise ConfigError(str(error)) from error
         best = trials[0]
         progress(f"{operation}: best {_line(best)}")
-        folder, when = output_dir or FOLDER, shape.when(operation)
+        folder, when = output_dir or FOLDER, shape.when()
         paths.append(write_tuned(operation, device.device_kind, when, asdict(best.config), folder))
     return paths
 

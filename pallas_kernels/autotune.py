@@ -22,7 +22,7 @@ from .paged_attention import config as decode_config
 from .paged_attention import paged_attention
 from .ragged_paged_attention import config as mixed_config
 from .ragged_paged_attention import ragged_paged_attention
-from .tuning import forced
+from .tuning import facts_of, forced
 from .xla_options import step_compiler_options
 
 OPERATIONS = ("paged_attention", "ragged_paged_attention")
@@ -52,10 +52,11 @@ class TuningShape:
     block_size: int = 16
     dtype: str = "bfloat16"
 
-    def when(self, operation: str) -> dict[str, Any]:
-        """The conditions of the entry in the file, of those that the operation asks by."""
-        facts: dict[str, Any] = {"head_dim": self.head_dim, "block_size": self.block_size}
-        return facts | {"kv_dtype": self.dtype} if operation == "paged_attention" else facts
+    def when(self) -> dict[str, Any]:
+        """The conditions of the entry in the file."""
+        q = jax.ShapeDtypeStruct((1, self.num_heads, self.head_dim), jnp.dtype(self.dtype))
+        pool = (1, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return facts_of(q, jax.ShapeDtypeStruct(pool, q.dtype))
 
     @property
     def itemsize(self) -> int:

@@ -88,6 +88,18 @@ def tuned_path(folder: Path, device_kind: str, operation: str) -> Path:
     return folder / device_kind.lower().replace(" ", "-") / f"{operation}.json"
 
 
+def facts_of(q: jax.ShapeDtypeStruct | jax.Array, kv: jax.ShapeDtypeStruct | jax.Array) -> dict[str, Any]:
+    """What the entries for a call to attention are chosen by. q ``[T or R, N, H]``; kv ``[B, 2, K, S, H]``."""
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    return {
+        "num_heads": q.shape[1],
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "kv_dtype": str(kv.dtype),
+    }
+
+
 def current_gpu() -> str | None:
     """The kind of the GPU that JAX runs on; None on other devices."""
     return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..attention_common import AttentionOptions, check_attention_inputs, check_kv_scales
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
-from ..tuning import current_gpu, find_tuned
+from ..tuning import current_gpu, facts_of, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import WorkPlan, WorkSpec
 from .xla import paged_attention_xla
@@ -121,8 +121,7 @@ def _mosaic_tuning(
         raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of float8_e4m3fn; got {kv.dtype}")
     tuned = None
     if interpret is None and (gpu := current_gpu()):
-        facts = {"head_dim": head_dim, "block_size": block_size, "kv_dtype": str(kv.dtype)}
-        tuned = find_tuned("paged_attention", gpu, facts)
+        tuned = find_tuned("paged_attention", gpu, facts_of(q, kv))
     if tuned is not None:
         return MosaicTuningConfig(**tuned)
     return mosaic_tuning(head_dim, kv.dtype.itemsize, interpreted=interpret is not None)

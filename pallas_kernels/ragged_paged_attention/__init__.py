@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..attention_common import AttentionOptions, check_attention_inputs
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
 from ..paged_attention import work_spec as decode_work_spec
-from ..tuning import current_gpu, find_tuned
+from ..tuning import current_gpu, facts_of, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import MixedWorkPlan, Split, WorkSpec
 from .xla import ragged_paged_attention_xla
@@ -118,7 +118,7 @@ def _mosaic_tuning(
         raise ValueError(f"mixed attention by mosaic takes a pool of q's type {q.dtype}; got {kv.dtype}")
     tuned = None
     if interpret is None and (gpu := current_gpu()):
-        tuned = find_tuned("ragged_paged_attention", gpu, {"head_dim": head_dim, "block_size": block_size})
+        tuned = find_tuned("ragged_paged_attention", gpu, facts_of(q, kv))
     return MosaicTuningConfig(**tuned) if tuned else mosaic_tuning(head_dim, interpreted=interpret is not None)
 
 

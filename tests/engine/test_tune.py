@@ -71,10 +71,11 @@ def test_what_it_writes_is_what_the_kernels_take(on_h200, tmp_path, monkeypatch)
 
 def test_a_second_model_joins_the_first(on_h200, tmp_path):
     tune("llama-3-8b", output_dir=tmp_path, make_measure=fake_measure)
-    tune("llama-3-8b", output_dir=tmp_path, make_measure=fake_measure)
+    tune("llama-3-8b", tensor_parallel_size=2, output_dir=tmp_path, make_measure=fake_measure)
     (path, _) = tune("gemma-2-9b", output_dir=tmp_path, make_measure=fake_measure)
-    head_dims = [entry["when"]["head_dim"] for entry in json.loads(path.read_text(encoding="utf-8"))]
-    assert sorted(head_dims) == [128, 256]
+    shapes = [entry["when"] for entry in json.loads(path.read_text(encoding="utf-8"))]
+    heads = sorted((when["num_heads"], when["num_kv_heads"], when["head_dim"]) for when in shapes)
+    assert heads == [(16, 4, 128), (16, 8, 256), (32, 8, 128)]
 
 
 def test_shapes_of_models_and_their_shares(on_h200, tmp_path):
