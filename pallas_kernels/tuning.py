@@ -2,8 +2,8 @@
 
 ``octavo tune`` writes them, into the package or into a folder of the user's, which ``--tuned-config-folder`` names and
 which goes first. Such a file is a list of ``{"when": {...}, "config": {...}}``: ``config`` holds the fields of the
-operation's ``MosaicTuningConfig`` and applies where all of ``when`` (say ``{"head_dim": 128}``) holds. The first that
-does counts. Without a file, or an entry that fits, the operation's own reasoning decides.
+operation's ``MosaicTuningConfig`` and applies where all of ``when``, some of ``facts_of``, hold. The first that does
+counts. Without a file, or an entry that fits, the operation's own reasoning decides.
 """
 
 import json
