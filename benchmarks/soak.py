@@ -23,6 +23,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +34,11 @@ from soak_traffic import Tally, Traffic, known_answers, make_bodies, scrape
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-COUNTERS = ("num_preemptions_total", "prefix_cache_hits_total", "external_prefix_cache_hits_total")
+COUNTERS = (
+    *("num_preemptions_total", "prefix_cache_hits_total", "external_prefix_cache_hits_total"),
+    *("compiles_after_ready_total", "request_success_total"),
+)
+PROGRAM = (sys.executable, "-m", "octavo")
 VOCAB_SIZE = 300
 IDLE_S = 5.0
 SAMPLE_S = 0.25
@@ -85,6 +90,8 @@ def problems(report: Report, max_growth: int) -> list[str]:
         found.append("no request finished")
     if not report.counters.get("num_preemptions_total"):
         found.append("no request was preempted: this was no pressure")
+    if compiles := report.counters.get("compiles_after_ready_total"):
+        found.append(f"{compiles:g} programs were compiled while serving")
     for name, values in report.memory.items():
         if growth(values) > max_growth:
             found.append(f"memory of {name} grew by {growth(values) / MIB:.1f} MiB")
@@ -158,10 +165,10 @@ def alive(pid: int) -> bool:
 class OwnServer:
     """``octavo serve`` with a folder of its own for its temporary files."""
 
-    def __init__(self, model: Path, options: list[str], folder: Path) -> None:
+    def __init__(self, program: Sequence[str], model: Path, options: Sequence[str], folder: Path) -> None:
         self._scratch, self._log = folder / "t", folder / "log"
         self._scratch.mkdir()
-        command = [sys.executable, "-m", "octavo", "serve", str(model), "--host", "127.0.0.1", "--port", "0", *options]
+        command = [*program, "serve", str(model), "--host", "127.0.0.1", "--port", "0", *options]
         environment = {**os.environ, "TMPDIR": str(self._scratch)}
         with self._log.open("wb") as file:
             self._process = subprocess.Popen(command, stderr=file, env=environment, cwd=folder)
@@ -207,11 +214,13 @@ def make_model(folder: Path) -> Path:
     return add_tokenizer(tiny_model(folder))
 
 
-def soak(model: Path, seconds: float, clients: int, seed: int, options: list[str]) -> Report:
+def soak(
+    model: Path, *, seconds: float, clients: int, seed: int, options: Sequence[str], program: Sequence[str] = PROGRAM
+) -> Report:
     """Starts the server, runs the traffic, stops the server."""
     # In /tmp: the path of a socket is limited.
     with tempfile.TemporaryDirectory(prefix="octavo-soak-", dir="/tmp") as folder:
-        server = OwnServer(model, [*OPTIONS, *options], Path(folder))
+        server = OwnServer(program, model, [*OPTIONS, *options], Path(folder))
         try:
             server.wait_ready()
             report = asyncio.run(run_soak(server.url, server.pids, seconds=seconds, clients=clients, seed=seed))
@@ -241,7 +250,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or make_model(Path(folder, "model"))
-        report = soak(model, args.seconds, args.clients, args.seed, shlex.split(args.serve_options))
+        options = shlex.split(args.serve_options)
+        report = soak(model, seconds=args.seconds, clients=args.clients, seed=args.seed, options=options)
     print(summary(report))
     found = problems(report, int(args.max_growth_mib * MIB))
     for line in found:

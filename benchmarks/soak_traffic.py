@@ -46,8 +46,9 @@ def make_bodies(count: int, vocab_size: int, max_model_len: int, seed: int) -> l
             "max_tokens": rng.randint(1, max_model_len - len(prompt) - 1),
             "ignore_eos": rng.random() < 0.7,
             "n": rng.choice([1, 1, 1, 2, 3]),
+            "seed": index,
         }
-        sampled = {"temperature": 1.1, "top_p": 0.95, "seed": index}
+        sampled = {"temperature": 1.1, "top_p": 0.95}
         body |= sampled if body["n"] > 1 or rng.random() < 0.5 else {"temperature": 0.0}
         if rng.random() < 0.3:
             body["stop"] = [rng.choice(["th", "e", "zz"])]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest_paths import CACHE_FOLDER
 from real_server import serve
+from scheduled_core import SCHEDULED
 from tiny_model import add_tokenizer, tiny_model
 
 from octavo.engine import kv_cache_manager
@@ -50,6 +51,7 @@ def test_nothing_is_wrong_with_a_good_report():
         (lambda report: report.tally.counts.update(finished=0), "no request finished"),
         (lambda report: report.counters.clear(), "no request was preempted: this was no pressure"),
         (lambda report: report.memory.update(core=list(range(0, 80 * MIB, MIB))), "memory of core grew by 40.0 MiB"),
+        (lambda report: report.counters.update(compiles_after_ready_total=2), "2 programs were compiled while serving"),
         (lambda report: report.log.append("Traceback"), "log: Traceback"),
         (lambda report: setattr(report, "exit_code", 1), "the server ended with status 1"),
         (lambda report: report.left_behind.append("core.sock"), "left behind: core.sock"),
@@ -81,10 +83,20 @@ def test_streams_that_are_not_whole(text, message):
 def test_a_short_soak_of_the_real_server(folder):
     """All processes, both cache tiers, preemptions. Its memory is not judged: a few seconds say nothing about it."""
     options = ["--compile-cache-dir", str(CACHE_FOLDER / "engine")]
-    report = soak.soak(folder, 6.0, 16, 1, options)
+    report = soak.soak(folder, seconds=6.0, clients=16, seed=1, options=options)
     assert soak.problems(report, 1 << 40) == []
     assert report.tally.counts["left"] > 0
-    assert set(report.memory) > {"octavo serve"}
+    assert len(report.memory) == 3
+
+
+def test_a_short_soak_of_two_api_processes(folder):
+    """Over the real scheduler without a device: many more requests in the same time."""
+    # The device of this scheduler has no host memory.
+    options = ["--api-server-count", "2", "--swap-space", "0"]
+    report = soak.soak(folder, seconds=4.0, clients=32, seed=2, options=options, program=SCHEDULED)
+    assert soak.problems(report, 1 << 40) == []
+    assert min(report.tally.counts.values()) > 0
+    assert len(report.memory) == 4
 
 
 async def test_faults_of_the_cache_are_found(folder, monkeypatch):
