@@ -23,6 +23,7 @@ DEVICE_HALF = {
     "core_parts",
     "core_process",
     "device_state",
+    "host_pool",
     "launch",
     "model_runner",
     "plan",
