@@ -201,7 +201,7 @@ class Scheduler:
                 added = self._allocate_or_preempt(request, count, plan)
                 if added is None:
                     return
-            self._plan_row(plan, request, count, added, admitted=False)
+            self._plan_row(plan, request, count, added or (), admitted=False)
 
     def _allocate_or_preempt(self, request: Request, count: int, plan: SchedulerOutput) -> list[Block] | None:
         """Blocks for a running request, at the expense of the youngest others; None if it had to go itself."""

@@ -280,22 +280,39 @@ def test_logits_that_are_not_finite_fail_the_request_alone(tmp_path):
     assert again.outputs[0].token_ids == good.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("consumed", [False, True])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_the_call_after_an_error_or_an_interrupt_works(llm, alone, monkeypatch, error, consumed):
-    runner = llm._core.runner
-    resolve, steps = runner.resolve, itertools.count()
+def make_fail(monkeypatch, runner, error, consumed) -> set[int]:
+    """The numbers of reads that fail; ``consumed``: the device state is gone then."""
+    resolve, steps, failing = runner.resolve, itertools.count(), set()
 
-    def fail_once(handle):
-        if next(steps) == 3:
+    def fail(handle):
+        if next(steps) in failing:
             for array in jax.tree.leaves(runner._state) if consumed else ():
                 array.delete()
             raise error
         return resolve(handle)
 
-    monkeypatch.setattr(runner, "resolve", fail_once)
+    monkeypatch.setattr(runner, "resolve", fail)
+    return failing
+
+
+@pytest.mark.parametrize("consumed", [False, True])
+def test_a_step_that_fails_changes_no_token(llm, alone, monkeypatch, consumed):
+    failures = llm._core.stats().step_failures_total
+    make_fail(monkeypatch, llm._core.runner, RuntimeError, consumed).update((3, 30))
+    assert tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
+    assert llm._core.stats().step_failures_total == failures + 2
+    assert COMPILES.after_ready == 0
+
+
+@pytest.mark.parametrize("consumed", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_call_after_an_error_or_an_interrupt_works(llm, alone, monkeypatch, error, consumed):
+    """An interrupt, or a device that fails from some step on."""
+    failing = make_fail(monkeypatch, llm._core.runner, error, consumed)
+    failing.update(range(3, 100))
     with pytest.raises(error):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    failing.clear()
     assert not llm._core.has_work
     assert llm._outputs.num_unfinished == 0
     assert llm._core.stats().kv_cache_usage == 0.0
