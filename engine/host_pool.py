@@ -54,7 +54,9 @@ def swap_in(pinned: bool, kv: Sequence[jax.Array], chunk: jax.Array, block_ids: 
     return [pool.at[block_ids].set(chunk[layer], mode="drop") for layer, pool in enumerate(kv)]
 
 
-def lower_swap_out(kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_ids: jax.Array) -> jax.stages.Lowered:
+def lower_swap_out(
+    kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_ids: jax.ShapeDtypeStruct
+) -> jax.stages.Lowered:
     # The old content is not read, but its memory is what the result is written to.
     program = jax.jit(
         partial(swap_out, _is_pinned(chunk)), donate_argnums=1, keep_unused=True, out_shardings=chunk.sharding
@@ -62,7 +64,9 @@ def lower_swap_out(kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_i
     return program.lower(kv, chunk, block_ids)
 
 
-def lower_swap_in(kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_ids: jax.Array) -> jax.stages.Lowered:
+def lower_swap_in(
+    kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_ids: jax.ShapeDtypeStruct
+) -> jax.stages.Lowered:
     shardings = [pool.sharding for pool in kv]
     program = jax.jit(partial(swap_in, _is_pinned(chunk)), donate_argnums=0, out_shardings=shardings)
     return program.lower(kv, chunk, block_ids)
@@ -71,6 +75,7 @@ def lower_swap_in(kv: Sequence[jax.Array], chunk: jax.ShapeDtypeStruct, block_id
 def _is_pinned(chunk: jax.ShapeDtypeStruct) -> bool:
     # Not from its sharding's memory kind: a described GPU has no memories, and its shardings lose theirs.
     assert isinstance(chunk.sharding, NamedSharding)
+    assert isinstance(chunk.sharding.mesh, Mesh)
     return memory_kind(chunk.sharding.mesh) is not None
 
 
