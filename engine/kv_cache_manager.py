@@ -140,9 +140,9 @@ class KVCacheManager:
         request.blocks.clear()
         request.num_published_blocks = 0
 
-    def unpublish(self, request: Request, num_tokens: int) -> None:
-        """Forgets what a finished request published past its first ``num_tokens`` tokens, unless others hold it."""
-        for key in request.block_keys[num_tokens // self.block_size :]:
+    def unpublish(self, keys: Iterable[bytes]) -> None:
+        """Forgets what a finished request published under these keys, except where others hold the block."""
+        for key in keys:
             block = self.pool.lookup(key)
             if block is not None and block.ref_count == 0:
                 self.pool.forget(block)

@@ -55,8 +55,9 @@ class Scheduler:
         self._forking: dict[str, list[Request]] = {}
         """Choices that wait for choice 0's prompt, by request id."""
         self._num_forking = 0
-        self._ended: OrderedDict[tuple[str, int], Request] = OrderedDict()
-        """The last choices with stop strings that ended here: one may turn up in their text yet."""
+        self._ended: OrderedDict[tuple[str, int], tuple[int, int, list[bytes]]] = OrderedDict()
+        """The last choices with stop strings that ended, as one may turn up in their text yet: tokens of prompt and
+        output, keys of the output's blocks."""
         self.isolation = Isolation()
         self._seeds = seed_stream(seed)
         self._num_arrivals = 0
@@ -126,10 +127,9 @@ class Scheduler:
 
     def _take_back(self, request_id: str, index: int, num_output_tokens: int) -> None:
         """Tokens past a stop string are neither counted nor left in the prefix cache."""
-        request = self._ended.pop((request_id, index), None)
-        if request is not None:
-            self.generation_tokens_total -= max(0, request.num_output_tokens - num_output_tokens)
-            self.kv.unpublish(request, request.num_prompt_tokens + num_output_tokens)
+        num_prompt, num_made, keys = self._ended.pop((request_id, index), (0, 0, []))
+        self.generation_tokens_total -= max(0, num_made - num_output_tokens)
+        self.kv.unpublish(keys[(num_prompt % self.kv.block_size + num_output_tokens) // self.kv.block_size :])
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """The only way out, from every state; a second call does nothing (rule R12)."""
@@ -150,7 +150,8 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         if request.params.stop:
-            self._ended[request.request_id, request.index] = request
+            keys = request.block_keys[request.num_prompt_tokens // self.kv.block_size :]
+            self._ended[request.request_id, request.index] = request.num_prompt_tokens, request.num_output_tokens, keys
             if len(self._ended) > 4 * self.max_num_seqs:
                 self._ended.popitem(last=False)
         choices = self._choices[request.request_id]
@@ -303,7 +304,7 @@ class Scheduler:
                 continue
             if not finite[entry]:
                 self.finish(request, FinishReason.ERROR)
-                self.kv.unpublish(request, row.start)
+                self.kv.unpublish(request.block_keys[row.start // self.kv.block_size :])
                 outputs.append(choice_output(request, [], error="the model produced logits that are not finite"))
                 continue
             if entry in sampled.prompt_logprobs:

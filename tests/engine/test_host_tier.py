@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import expected_tokens
+from scheduler_harness import FakeRunner, expected_tokens
 from tiered_harness import TieredDevice, TieredHarness, random_traffic
 
 from octavo.engine.block_pool import BlockPool
@@ -252,7 +252,7 @@ def test_what_is_unpublished_leaves_host_memory_too():
     harness.run()
     churn(harness, "x", 15)
     assert sum(key in harness.host._places for key in request.block_keys) == 5
-    harness.kv.unpublish(request, 9)
+    harness.kv.unpublish(request.block_keys[2:])
     assert [key in harness.host._places for key in request.block_keys] == [True, True, False, False, False]
 
 
@@ -275,6 +275,45 @@ def test_a_preempted_request_resumes_from_either_tier(ahead):
     harness.run()
     least = sum(harness.device.num_computed.values())
     assert computed[30] <= least + harness.scheduler.kv.block_size * 8, "only part-filled blocks are computed again"
+
+
+class FailingRunner(FakeRunner):
+    """A step of several requests fails now and then, before or after it was sent; both memories are lost then."""
+
+    num_resets = 0
+    next_failure = 9
+
+    def dispatch(self, plan):
+        fails = self.num_steps >= self.next_failure and len(plan.rows) > 1
+        before = self.num_resets % 2 == 0
+        if fails:
+            self.next_failure = self.num_steps + 40
+        if fails and before:
+            raise RuntimeError("out of memory")
+        handle = super().dispatch(plan)
+        if fails:
+            raise RuntimeError("out of memory")
+        return handle
+
+    def reset(self):
+        self.num_resets += 1
+        self.forget()
+        for array in (self.device.pool, self.device.chunks):
+            array[:] = -1
+        self.device.tables[:] = 0
+
+    def probe(self):
+        pass
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_fail_leave_nothing_wrong_in_either_tier(ahead, seed):
+    harness = TieredHarness(6, 2, num_blocks=14, ahead=ahead)
+    harness.runner = harness.core.runner = FailingRunner(harness.device)
+    random_traffic(seed, harness, turns=120)
+    assert harness.runner.num_resets > 1
+    assert harness.kv.host_hits_total > 0
 
 
 @settings(max_examples=40, deadline=None)
