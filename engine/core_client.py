@@ -21,7 +21,21 @@ from .errors import ConfigError, EngineDeadError, RequestError
 from .frontend import Frontend
 from .messages import AbortRequest, EngineRequest, StepOutputs, StepStats
 from .stats_board import StatsBoard
-from .wire import Call, Died, Failed, FromCore, Hello, Log, Ready, Result, ToCore, connect_client, decode, encode
+from .wire import (
+    Call,
+    Died,
+    Failed,
+    FromCore,
+    Hello,
+    Log,
+    Ready,
+    Result,
+    ToCore,
+    connect_client,
+    decode,
+    encode,
+    is_readable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +114,7 @@ class CoreConnection:
             raise self.dead_error
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = connect_client(self._context, self._folder, self.identity.encode())
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._read_one)
+        self._loop.add_reader(self._socket.fileno(), self._read_one)
         self._send(Hello(model_path=str(frontend.resolved.path), vocab_size=frontend.vocab_size))
         return await self._ready
 
@@ -138,7 +152,7 @@ class CoreConnection:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from error
         self._socket.send_multipart(frames)
         # The socket's file descriptor tells only of changes, and sending may have used one up.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if is_readable(self._socket):
             self._loop.call_soon(self._read_one)
 
     async def _call(self, method: str) -> object:
@@ -156,11 +170,11 @@ class CoreConnection:
 
     def _read_one(self) -> None:
         """Takes in one message, so that between two of them other tasks have their turn."""
-        if self._socket is None or not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._socket is None or not is_readable(self._socket):
             return
         message = decode(self._socket.recv_multipart())
         assert self._loop is not None
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if is_readable(self._socket):
             self._loop.call_soon(self._read_one)
         self._take(message)
 
@@ -200,7 +214,7 @@ class CoreConnection:
     def _close(self) -> None:
         self._die(EngineDeadError("the engine was shut down"))
         if self._socket is not None and self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._socket.fileno())
             self._socket.close(linger=0)
             self._socket = None
             self._context.term()
@@ -263,7 +277,7 @@ class OwnCore:
         while problem is None and not self._stopped:
             time.sleep(WATCH_S)
             problem = child.poll()
-        if self._stopped or self._connection is None or self._loop is None:
+        if self._stopped or problem is None or self._connection is None or self._loop is None:
             return
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._connection.fail, problem)

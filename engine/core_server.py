@@ -41,6 +41,7 @@ from .wire import (
     decode,
     decode_start,
     encode,
+    is_readable,
 )
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class CoreServer:
         """Takes in what has arrived; without work it waits for that, but not for long."""
         if not core.has_work and not self._socket.poll(IDLE_POLL_MS):
             return
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while is_readable(self._socket):
             self._receive(core)
 
     def _receive(self, core: Core | None) -> None:

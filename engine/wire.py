@@ -114,7 +114,9 @@ _KINDS: dict[type, bytes] = {
     Died: b"D",
 }
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = {kind: msgspec.msgpack.Decoder(type_) for type_, kind in _KINDS.items()}
+_DECODERS: dict[bytes, msgspec.msgpack.Decoder] = {
+    kind: msgspec.msgpack.Decoder(type_) for type_, kind in _KINDS.items()
+}
 
 
 def encode(message: ToCore | FromCore) -> Frames:
@@ -172,6 +174,11 @@ def connect_client(
     _set_no_limits(socket)
     socket.connect(socket_address(folder))
     return socket
+
+
+def is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a message is there. Asks the socket itself: its file descriptor tells only of changes."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _set_no_limits(socket: "zmq.Socket[bytes]") -> None:

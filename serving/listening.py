@@ -1,7 +1,7 @@
 """The sockets that a server listens on, for one or for several processes."""
 
+import errno
 import socket
-import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -53,26 +53,32 @@ def remove_unix_socket(path: str | None) -> None:
 def _tcp_sockets(host: str | None, port: int, *, reuse_port: bool) -> list[socket.socket]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    problem: OSError | None = None
+    sockets: list[socket.socket] = []
     with ExitStack() as opened:
-        sockets: list[socket.socket] = []
         for family, address in addresses:
-            if sockets:
+            if sockets:  # one port for all, also when any free one was asked for
                 address = (address[0], sockets[0].getsockname()[1], *address[2:])
             try:
                 one = socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=reuse_port)
-            except OSError:
-                if family == socket.AF_INET6 and host is None and sockets:
-                    continue  # this machine has no IPv6
-                raise
-            sockets.append(opened.enter_context(one))
+            except OSError as error:
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    raise
+                problem = error  # a name may stand for addresses that this machine does not have, such as IPv6 ones
+            else:
+                sockets.append(opened.enter_context(one))
+        if problem is not None and not sockets:
+            raise problem
         opened.pop_all()
     return sockets
 
 
 def _unix_socket(path: str) -> socket.socket:
-    with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(Path(path).stat().st_mode):
-            Path(path).unlink()  # left by a server that was killed
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(path) == 0:
+                raise OSError(errno.EADDRINUSE, f"a server listens on {path}")
+        Path(path).unlink()  # left by a server that was killed
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         one.bind(path)
