@@ -58,7 +58,7 @@ class Loop:
         """What the device draws, over and over."""
         self.num_steps = 0
         for number in range(num_rows + num_waiting):
-            self._add(f"r{number}", context if number < num_rows else 128, num_output)
+            self._add(f"r{number}", context if number < num_rows else min(context, 128), num_output)
         self.unread = self._plan()
         self._pack(self.unread)
         while len(self.scheduler.running) < num_rows or self.unread.num_tokens > num_rows:

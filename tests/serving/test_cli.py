@@ -8,6 +8,7 @@ import pytest
 
 from octavo import __version__
 from octavo.engine.args import EngineArgs
+from octavo.engine.config import EngineConfig
 from octavo.serving import cli, flags
 
 
@@ -53,6 +54,12 @@ def test_values():
     assert args.kv_cache_memory_bytes == 2 << 30
     assert args.hf_overrides == {"rope_theta": 5}
     assert args.tensor_parallel_size == 2
+
+
+def test_async_scheduling_is_on_unless_told_otherwise():
+    for argv, expected in [((), True), (("--async-scheduling",), True), (("--no_async_scheduling",), False)]:
+        args = engine_args(*argv)
+        assert args.async_scheduling is EngineConfig.from_args(args).scheduler.async_scheduling is expected
 
 
 def test_context_length():
