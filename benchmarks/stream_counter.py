@@ -72,7 +72,8 @@ class Counter:
         self._epoll = select.epoll()
         self._sockets: dict[int, socket.socket] = {}
         self.tokens = self.frames = self.done = 0
-        self.last_frame = b""
+        self.frame = b""
+        """The first one with a token."""
 
     def connect(self) -> None:
         body = self._args.body.encode()
@@ -98,9 +99,13 @@ class Counter:
             if DONE in data:
                 self.done += 1
                 self.frames -= 1
-            elif self._marker in data:
-                self.last_frame = data
+            elif not self.frame and self._marker in data:
+                self.frame = self._frame_with_marker(data)
         self._tally.tokens = self.tokens
+
+    def _frame_with_marker(self, data: bytes) -> bytes:
+        place = data.index(self._marker)
+        return data[data.rindex(b"data: ", 0, place) : data.index(FRAME_END, place) + len(FRAME_END)]
 
     def sample(self) -> Sample:
         return Sample(time.perf_counter(), cpu_s(self._args.pid), self.tokens, self.frames)
@@ -121,14 +126,13 @@ class Counter:
             raise RuntimeError(f"{self.tokens} tokens arrived where {total} were asked for")
         seconds, tokens = end.time_s - start.time_s, end.tokens - start.tokens
         frames = end.frames - start.frames
-        frame = self.last_frame[self.last_frame.index(b"data: ") :]
         return {
             "tokens_per_s": tokens / seconds,
             "frames_per_s": frames / seconds,
             "merged_share": 1 - frames / tokens,
             "cpu_s_per_1000_tokens": (end.cpu_s - start.cpu_s) / tokens * 1000,
             "cpu_share": (end.cpu_s - start.cpu_s) / seconds,
-            "frame": frame[: frame.index(FRAME_END) + 2].decode(),
+            "frame": self.frame.decode(),
         }
 
 
