@@ -4,6 +4,11 @@ import asyncio
 import json
 import socket
 
+import aiohttp
+import pytest
+from aiohttp import ClientConnectionResetError, web
+
+MESSAGES = [{"role": "user", "content": "a"}]
 BUFFER_LIMIT = 160 << 10
 """aiohttp waits from 64 KiB on; the last piece, of all choices together, comes on top."""
 
@@ -55,3 +60,32 @@ async def test_twenty_readers_that_do_not_read(launch):
     async with asyncio.timeout(10):
         while running.engine.open:  # noqa: ASYNC110 - the server's
             await asyncio.sleep(0.01)
+
+
+async def test_a_connection_that_breaks_is_no_error_of_the_server(running, caplog, monkeypatch):
+    """A write notices it before the handler is cancelled: 499 in the metrics and a line of the log, nothing else."""
+    write = web.StreamResponse.write
+    written = []
+
+    async def write_to_nobody(self, data):
+        written.append(data)
+        if len(written) % 5 == 0:
+            raise ClientConnectionResetError("Cannot write to closing transport")
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", write_to_nobody)
+
+    async def read_and_break(path: str, body: dict) -> None:
+        async with running.http.post(path, json={**body, "stream": True, "max_tokens": 30}) as response:
+            running.server._runner.server.connections[0].transport.abort()
+            await response.read()
+
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        with pytest.raises(aiohttp.ClientError), caplog.at_level("INFO"):
+            await read_and_break(path, body)
+    assert caplog.text.count("stream dropped") == 2
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    async with running.http.get("/metrics") as response:
+        text = await response.text()
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="499"} 1.0' in text
+    assert not running.engine.open
