@@ -126,10 +126,11 @@ class KVCacheManager:
         return tail, copy
 
     def publish(self, request: Request) -> None:
-        """Makes the request's full, computed blocks findable, as far as their token ids are known."""
+        """Makes the request's full, computed blocks findable. The ids of all computed tokens must be known."""
         if not self.pool.enable_caching:
             return
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        assert request.num_computed_tokens <= request.num_tokens, "a block's key needs the ids of all its tokens"
+        num_full = request.num_computed_tokens // self.block_size
         for index in range(request.num_published_blocks, num_full):
             self.pool.publish(request.blocks[index], self._key(request, index))
         request.num_published_blocks = max(num_full, request.num_published_blocks)

@@ -349,8 +349,7 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Offers blocks that have become full to the prefix cache: their KV is there before any later step runs."""
-        num_known = min(request.num_computed_tokens, len(request.token_ids))
-        if num_known >= (request.num_published_blocks + 1) * self.kv.block_size:
+        if request.num_computed_tokens >= (request.num_published_blocks + 1) * self.kv.block_size:
             self.kv.publish(request)
 
     def _preempt(self, request: Request) -> None:
