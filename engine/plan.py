@@ -29,6 +29,7 @@ from .config import EngineConfig
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
 from .find_model import find_model
+from .host_tier import SWAP_CHUNK
 from .launch import choose_attention, derive, host_planned_work, state_spec
 from .memory import GPU_RESERVE_BYTES, MemoryPlan, describe_shortage
 from .plan_report import Floor, KernelPlan, Plan, StepPlan
@@ -140,6 +141,7 @@ def make_plan(args: EngineArgs, target_name: str, progress: Callable[[str], None
         max_num_batched_tokens=config.max_num_batched_tokens,
         steps=(draft.step_plan(decode_bucket, decode), draft.step_plan(mixed_bucket, mixed)),
         problem=problem,
+        num_host_blocks=cache.swap_bytes // (memory.block * SWAP_CHUNK) * SWAP_CHUNK,
         **_floors(config, work, target, num_blocks),
     )
 

@@ -70,6 +70,8 @@ class Plan:
     """Floor of a prompt of max_num_batched_tokens tokens in one step."""
     problem: str | None = None
     """Why it does not fit; None if it does."""
+    num_host_blocks: int = 0
+    """Blocks that the prefix cache's tier in host memory holds."""
 
     def sequences(self, length: int) -> int:
         """How many sequences of ``length`` tokens the pool holds at once."""
@@ -107,6 +109,10 @@ def _memory_lines(plan: Plan) -> list[str]:
     lines = [f"{name:<16}{count / GIB:10.2f} GiB" for name, count in parts]
     blocks = max(plan.num_blocks - 1, 0)
     lines.append(f"{'':<16}{blocks:10,} blocks of {plan.block_size} tokens = {blocks * plan.block_size:,} tokens")
+    if plan.num_host_blocks:
+        host = plan.num_host_blocks
+        lines.append(f"{'host tier':<16}{host * memory.block / GIB:10.2f} GiB")
+        lines.append(f"{'':<16}{host:10,} blocks of {plan.block_size} tokens = {host * plan.block_size:,} tokens")
     lengths = sorted({length for length in (1024, 4096, 16384) if length < plan.max_model_len} | {plan.max_model_len})
     held = ", ".join(f"{plan.sequences(length):,} of {length:,} tokens" for length in lengths)
     return [*lines, f"sequences that fit at once: {held} (a step takes up to {plan.max_num_seqs})"]

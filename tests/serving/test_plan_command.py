@@ -37,7 +37,7 @@ def test_defaults(planner, capsys):
 
 def test_options(planner):
     options = "--target h100 -tp 2 --max_model_len 4k --max-num-seqs 8 --max-num-batched-tokens 1K --dtype half"
-    more = "--block-size 32 --gpu-memory-utilization 0.8 --attention-backend xla"
+    more = "--block-size 32 --gpu-memory-utilization 0.8 --attention-backend xla --swap-space 2"
     overrides = ["--hf-overrides", '{"num_hidden_layers": 2}']
     assert cli.main(["plan", "--model", "m", *options.split(), *more.split(), *overrides]) == 0
     assert planner.target == "h100"
@@ -51,6 +51,7 @@ def test_options(planner):
         block_size=32,
         gpu_memory_utilization=0.8,
         attention_backend="xla",
+        swap_space=2.0,
         hf_overrides={"num_hidden_layers": 2},
     )
 
@@ -104,7 +105,7 @@ def test_a_whole_plan_or_what_it_lacks(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--target", "h100")
-    result = run_octavo(str(tmp_path), *options, "--attention-backend", "xla")
+    result = run_octavo(str(tmp_path), *options, "--attention-backend", "xla", "--swap-space", "0.5")
     if result.returncode == 2:
         assert "pip install 'octavo[cuda12]'" in result.stderr
         assert "Traceback" not in result.stderr
@@ -113,6 +114,8 @@ def test_a_whole_plan_or_what_it_lacks(tmp_path):
     for part in (
         "on NVIDIA H100 80GB",
         "attention: xla (asked for)",
+        "host tier             0.50 GiB",
+        "32,768 blocks of 16 tokens = 524,288 tokens",
         "decode[8x8]: ",
         "command buffers: 1\n",
         "It fits.",
