@@ -14,6 +14,9 @@ def step_compiler_options(platform: str) -> dict[str, str | bool]:
     ``--xla_gpu_enable_command_buffer=+WHILE`` does, but as an option of the program: a name that XLA does not know
     raises an error instead of ending the process, and it works in a process whose backend has started already.
     The option replaces the list, so the kinds are spelled out; older versions of JAX keep their own list.
+
+    NCCL's all-reduces (``COLLECTIVES``) are left out. With them a step on several GPUs compiles to one command buffer
+    too, but nobody has run that yet.
     """
     if platform != "gpu" or jax_version() < MOSAIC_SINCE:
         return {}

@@ -18,6 +18,14 @@ from .rope import RopeTable, apply_rope
 _HEADS, _POOL = P(None, TP_AXIS), P(None, None, TP_AXIS)
 
 
+def _computed_once(*arrays: jax.Array) -> list[jax.Array]:
+    """Norms on their way to rope. On a GPU XLA would compute each anew for either half of a head that rope takes, in a
+    launch each: three more a layer. On a CPU it would lose by having to write the whole norm first."""
+    return jax.lax.platform_dependent(
+        *arrays, cpu=lambda *x: list(x), default=lambda *x: list(jax.lax.optimization_barrier(x))
+    )
+
+
 class Attention(nnx.Module):
     """q, k, v → norm → rope → write to the pool → attend → o.
 
@@ -74,6 +82,8 @@ class Attention(nnx.Module):
         q, k, v = (part.reshape(-1, count, self.head_dim) for part, count in zip((q, k, v), heads, strict=True))
         if self.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.qk_norm is not None:
+            q, k = _computed_once(q, k)
         return q, k, v
 
     def _attend(
