@@ -78,6 +78,19 @@ def test_launches_of_a_layer(step):
     assert compiled(*step).launches_in("_run_layer") / LAYERS <= 16
 
 
+@pytest.mark.parametrize("step", [DECODE, SMALL_DECODE, MIXED])
+def test_launches_outside_of_layers(step):
+    """Rope tables, block tables, embedding, logits and the sampler: 25 or 26. Nothing plans the kernels' work or cuts
+    its lists out of the inputs, and nothing loops over tokens before the first layer."""
+    report = compiled(*step)
+    outside = [i for i in report.instructions if "_run_layer" not in i.op_name]
+    assert len(outside) <= 27
+    first = next(at for at, i in enumerate(report.instructions) if "_run_layer" in i.op_name)
+    assert not [i for i in report.instructions[:first] if i.opcode == "while"]
+    copied = [i for i in outside if i.opcode == "copy" or "wrapped_slice" in i.name]
+    assert len(copied) <= 1
+
+
 @pytest.mark.parametrize("step", [DECODE, SMALL_DECODE, MIXED, SHARED])
 def test_attention_is_our_kernel(step):
     report = compiled(*step)
