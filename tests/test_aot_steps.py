@@ -81,8 +81,11 @@ def test_launches_of_a_layer(step):
 @pytest.mark.parametrize("step", [DECODE, SMALL_DECODE, MIXED])
 def test_launches_outside_of_layers(step):
     """Rope tables, block tables, embedding, logits and the sampler: 25 or 26. Nothing plans the kernels' work or cuts
-    its lists out of the inputs, and nothing loops over tokens before the first layer."""
+    its lists out of the inputs, and nothing loops over tokens before the first layer. In attention there is what each
+    layer needs: kernels, queries padded, rows of one query put where they belong."""
     report = compiled(*step)
+    assert report.launches_in("_paged_attention_mosaic") == 3 * LAYERS
+    assert report.launches_in("_ragged_paged_attention_mosaic") == (0 if step[1] else 5 * LAYERS)
     outside = [i for i in report.instructions if "_run_layer" not in i.op_name]
     assert len(outside) <= 27
     first = next(at for at, i in enumerate(report.instructions) if "_run_layer" in i.op_name)
