@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 200
 """How long an idle core sleeps at most: lines of its log may wait for it."""
+MAX_WAITING_LINES = 1000
+"""Lines of the log that are kept for the first API process; the oldest go first."""
 CLOSE_LINGER_MS = 1000
 """How long the last words may take to leave."""
 
@@ -82,7 +84,7 @@ class CoreServer:
         self._clients: list[bytes] = []
         self._hello: Hello | None = None
         self._ready: Ready | None = None
-        self._lines: deque[Log] = deque()
+        self._lines: deque[Log] = deque(maxlen=MAX_WAITING_LINES)
         self._was_busy = False
 
     def wait_for_hello(self) -> Hello:
