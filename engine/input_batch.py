@@ -5,7 +5,7 @@ Floats travel bit-cast. One vector is one transfer; the step slices it inside th
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -61,7 +61,7 @@ class PackedLayout:
         return {name: packed[where].reshape(shape) for name, (where, shape) in self.slices.items()}
 
 
-class AttentionWork(Protocol):
+class AttentionWork(Hashable, Protocol):
     """What the attention kernels want planned on the host (``pallas_kernels.work_lists``); hashable."""
 
     def fields(self, num_tokens: int, num_rows: int, decode_only: bool) -> Mapping[str, tuple[int, ...]]:
