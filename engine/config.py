@@ -259,18 +259,18 @@ class EngineConfig:
             f"or to auto, or enlarge the cache ({enlarge})"
         )
 
-    def with_host_tier(self, bytes_per_block: int, memory_bytes: int) -> "EngineConfig":
+    def with_host_tier(self, bytes_per_block: int, free_bytes: int | None) -> "EngineConfig":
         """With as many chunks of host memory as ``swap_space`` pays for.
 
-        ``bytes_per_block`` of one device, ``memory_bytes`` of this machine. Raises ConfigError if it is too little
-        for one chunk, or more than the machine has.
+        ``bytes_per_block`` of one device; ``free_bytes`` of host memory, if that is known. Raises ConfigError if the
+        space is too little for one chunk, or more than there is.
         """
         if not self.cache.swap_bytes:
             return self
         total = self.cache.swap_bytes * self.tensor_parallel_size
-        if total > memory_bytes:
+        if free_bytes is not None and total > free_bytes:
             raise ConfigError(
-                f"swap_space: {total / GIB:g} GiB are more than the {memory_bytes / GIB:.1f} GiB of this machine"
+                f"swap_space: {total / GIB:g} GiB are more than the {free_bytes / GIB:.1f} GiB of memory that are free"
             )
         chunk = bytes_per_block * SWAP_CHUNK
         num_chunks = self.cache.swap_bytes // chunk

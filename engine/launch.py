@@ -27,6 +27,7 @@ from .core_parts import choose_attention, host_planned_work, make_scheduler, sta
 from .device_state import StateSpec
 from .errors import ConfigError
 from .host_tier import SWAP_CHUNK
+from .memory import available_host_memory
 from .model_runner import ModelRunner
 from .pool_size import check_weights_fit, choose_num_blocks, explain_out_of_memory, weights_bytes
 from .programs import LoadedModel
@@ -107,8 +108,7 @@ def launch_core(
 
 def with_host_tier(config: EngineConfig, spec: StateSpec) -> EngineConfig:
     """With the prefix cache's second tier, as large as asked for."""
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    config = config.with_host_tier(spec.kv.bytes_per_block // config.tensor_parallel_size, memory_bytes)
+    config = config.with_host_tier(spec.kv.bytes_per_block // config.tensor_parallel_size, available_host_memory())
     if config.cache.num_host_chunks:
         num_blocks = config.cache.num_host_chunks * SWAP_CHUNK
         logger.info(

@@ -343,7 +343,7 @@ def test_context_limits_are_refused_with_both_numbers(llm):
 
 def test_options_that_cannot_be_served_are_refused(folder):
     for options, match in [
-        ({"swap_space": 4.0}, "swap_space"),
+        ({"swap_space": -4.0}, "swap_space"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"quantization": "awq"}, "quantization"),
         ({"attention_backend": "mosaic"}, "attention_backend"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,8 +16,9 @@ from tiny_model import tiny_model
 
 from octavo import LLM, SamplingParams
 from octavo.engine import host_pool
+from octavo.engine.args import EngineArgs
 from octavo.engine.compile_cache import COMPILES
-from octavo.engine.config import GIB
+from octavo.engine.config import GIB, EngineConfig
 from octavo.engine.errors import ConfigError
 from octavo.engine.host_pool import HostPool, abstract_chunk, lower_swap_in, lower_swap_out
 from octavo.engine.host_tier import SWAP_CHUNK, ChunkCopy
@@ -249,7 +251,7 @@ def test_after_an_interrupted_step_both_tiers_are_empty(tiered, alone, monkeypat
 def test_windows_and_as_many_kv_heads_as_query_heads(tmp_path):
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
     model = tiny_model(tmp_path, **mistral, num_key_value_heads=4)
-    small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 56, "num_gpu_blocks_override": 15}
+    small = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 56, "num_gpu_blocks_override": 15}
     llm = make_llm(model, **small, swap_space=HOST_GIB, enforce_eager=True)
     expected = []
     for prompt in PROMPTS[:4]:
@@ -270,9 +272,21 @@ def test_windows_and_as_many_kv_heads_as_query_heads(tmp_path):
         ({"swap_space": float("inf")}, "swap_space"),
         ({"swap_space": 1.0, "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"swap_space": 1000 / GIB}, "one chunk of 16 blocks"),
-        ({"swap_space": 500_000.0}, "this machine"),
+        ({"swap_space": 500_000.0}, "swap_space"),
     ],
 )
 def test_a_size_that_cannot_be_served_is_refused(folder, options, message):
     with pytest.raises(ConfigError, match=message):
         make_llm(folder, enforce_eager=True, **options)
+
+
+def test_host_memory_that_is_not_there_is_refused():
+    """Per device, so two take twice as much; a chunk that does not fit whole is not made."""
+    config = replace(EngineConfig.from_args(EngineArgs(swap_space=1.0)), tensor_parallel_size=2)
+    block = GIB // 40
+    assert config.with_host_tier(block, 2 * GIB).cache.num_host_chunks == 2
+    assert config.with_host_tier(block, None).cache.num_host_chunks == 2
+    with pytest.raises(ConfigError, match=r"swap_space: 2 GiB are more than the 1\.9 GiB"):
+        config.with_host_tier(block, int(1.9 * GIB))
+    with pytest.raises(ConfigError, match="one chunk of 16 blocks"):
+        config.with_host_tier(GIB // 15, None)
