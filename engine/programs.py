@@ -22,6 +22,8 @@ from ..pallas_kernels.xla_options import step_compiler_options
 from .buckets import Bucket, BucketTable
 from .config import EngineConfig
 from .device_state import StateSpec, abstract_state
+from .host_pool import abstract_chunk, lower_swap_in, lower_swap_out
+from .host_tier import SWAP_CHUNK
 from .input_batch import packed_layout, row_update_layout
 from .step import BLOCK_COPIES, PROMPT_LOGPROB_ROWS, StepSpec, copy_blocks, score_prompt, step, write_row
 
@@ -75,6 +77,17 @@ class Programs:
     def copy_blocks(self) -> jax.stages.Compiled:
         return self._get("copy_blocks", self._compile_copy_blocks)
 
+    def swap_out(self) -> jax.stages.Compiled:
+        return self._get("swap_out", lambda: self.lower_swap(to_host=True).compile())
+
+    def swap_in(self) -> jax.stages.Compiled:
+        return self._get("swap_in", lambda: self.lower_swap(to_host=False).compile())
+
+    def lower_swap(self, *, to_host: bool) -> jax.stages.Lowered:
+        """A copy of one chunk of blocks between the pool and host memory, traced and not compiled."""
+        lower = lower_swap_out if to_host else lower_swap_in
+        return lower(self._state.kv, abstract_chunk(self._spec.kv, self._model.mesh), self._int32(SWAP_CHUNK))
+
     def score_prompt(self) -> jax.stages.Compiled:
         return self._get("score_prompt", self._compile_score_prompt)
 
@@ -88,6 +101,8 @@ class Programs:
             (str(bucket), partial(self.step, bucket)) for bucket in sorted(self._buckets.all, reverse=True)
         ]
         jobs += [("write_row", self.write_row), ("copy_blocks", self.copy_blocks), ("score_prompt", self.score_prompt)]
+        if self._config.cache.num_host_chunks:
+            jobs += [("swap_out", self.swap_out), ("swap_in", self.swap_in)]
         started = time.monotonic()
         meter = tqdm(total=len(jobs), desc="Compiling", unit="program", disable=not bar, file=sys.stderr)
         with meter, ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
