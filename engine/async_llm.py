@@ -122,6 +122,10 @@ class AsyncLLM:
     def stats(self) -> StepStats:
         return self._core.stats()
 
+    def stalled_s(self) -> float:
+        """Seconds since the core has done anything: finished a step or, without work, looked for some."""
+        return self._core.stalled_s()
+
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing done, while requests hold blocks."""
         return await self._running_core().reset_prefix_cache()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 PACKAGE = __name__.split(".")[0]
 END_TIMEOUT_S = 2.0
 """How long a core may take to end by itself."""
+
+SUSPICION_S = 1.0
+"""A core that seems to have stalled gets this much time to show that it has not."""
 
 
 def describe_exit(returncode: int) -> str:
@@ -48,6 +52,7 @@ class CoreChild:
         self._step_timeout_s = config.engine_step_timeout_s
         self._lock = threading.Lock()
         self._problem: str | None = None
+        self._suspected_s: float | None = None
         try:
             socket_address(self.folder)
             create_board(self.folder)
@@ -71,8 +76,7 @@ class CoreChild:
         """Why the core is dead, or None while it lives. Kills one that has not finished a step for too long."""
         returncode = self._process.poll()
         if returncode is None:
-            stalled_s = self._board.read().stalled_s()
-            if stalled_s <= self._step_timeout_s:
+            if not self._is_stalled():
                 return None
             self._process.kill()
             self._process.wait()
@@ -80,6 +84,18 @@ class CoreChild:
         else:
             self._problem = self._problem or f"the core's process {describe_exit(returncode)}"
         return self._problem
+
+    def _is_stalled(self) -> bool:
+        """Whether the core has done nothing for too long.
+
+        That is asked twice: when all processes were suspended together, this one may be the first to go on.
+        """
+        if self._board.read().stalled_s() <= self._step_timeout_s:
+            self._suspected_s = None
+            return False
+        now_s = time.monotonic()
+        self._suspected_s = self._suspected_s or now_s
+        return now_s - self._suspected_s > SUSPICION_S
 
     def end(self, timeout_s: float = END_TIMEOUT_S) -> None:
         """Ends the child, by force after ``timeout_s``, and removes its folder. From any thread, and again."""

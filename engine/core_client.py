@@ -81,6 +81,10 @@ class CoreClient(Protocol):
         """Figures of this moment; those of the end once the core has ended."""
         ...
 
+    def stalled_s(self) -> float:
+        """Seconds since the core has done anything: finished a step or, without work, looked for some."""
+        ...
+
     def stop(self) -> None:
         """Leaves the core, which ends if it is this process's own. May be called from any thread, and again."""
 
@@ -126,6 +130,9 @@ class CoreConnection:
 
     def stats(self) -> StepStats:
         return self._board.read().stats
+
+    def stalled_s(self) -> float:
+        return self._board.read().stalled_s()
 
     def stop(self) -> None:
         if self._loop is not None:
@@ -263,6 +270,9 @@ class OwnCore:
 
     def stats(self) -> StepStats:
         return self._connection.stats() if self._connection is not None else StepStats()
+
+    def stalled_s(self) -> float:
+        return self._connection.stalled_s() if self._connection is not None else 0.0
 
     def stop(self) -> None:
         self._stopped = True

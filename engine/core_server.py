@@ -47,7 +47,7 @@ from .wire import (
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 200
-"""How long an idle core sleeps at most: lines of its log may wait for it."""
+"""How long an idle core sleeps at most: lines of its log wait for it, and its owner wants to see that it lives."""
 MAX_WAITING_LINES = 1000
 """Lines of the log that are kept for the first API process; the oldest go first."""
 CLOSE_LINGER_MS = 1000
@@ -97,6 +97,7 @@ class CoreServer:
     def serve(self, core: Core, config: EngineConfig) -> None:
         """Runs ``core`` for ever. Raises what the core raises."""
         self._ready = Ready(config=config)
+        self._write_board(core, core.stats())
         for client in self._clients:
             self._send(client, self._ready)
         while True:
@@ -183,7 +184,7 @@ class CoreServer:
 
     def _write_board(self, core: Core, stats: StepStats) -> None:
         self._was_busy = core.has_work
-        self._board.write(CoreFigures(stats=stats, has_work=self._was_busy, progress_time_s=time.monotonic()))
+        self._board.write(CoreFigures(stats=stats, progress_time_s=time.monotonic()))
 
 
 class LogForwarder(logging.Handler):

@@ -27,13 +27,13 @@ class CoreFigures:
     """What the board says."""
 
     stats: StepStats = field(default_factory=StepStats)
-    has_work: bool = False
     progress_time_s: float = 0.0
-    """``time.monotonic()``, which all processes of a machine share: the last step's end, or when work began."""
+    """``time.monotonic()``, which all processes of a machine share: the end of the last step or, without work, of the
+    last look for some. 0 until the core serves."""
 
     def stalled_s(self) -> float:
-        """Seconds since anything was finished; 0 while there is nothing to do."""
-        return time.monotonic() - self.progress_time_s if self.has_work else 0.0
+        """Seconds since the core has done anything; 0 before it serves."""
+        return time.monotonic() - self.progress_time_s if self.progress_time_s else 0.0
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -16,8 +16,8 @@ class ProgressWatch:
         self._changed_s = clock()
         self.stuck = False
 
-    def update(self, stats: StepStats) -> None:
-        """Takes a reading; once a second is enough."""
+    def update(self, stats: StepStats, stalled_s: float = 0.0) -> None:
+        """Takes a reading; once a second is enough. ``stalled_s``: how long the core has given no sign of life."""
         figures = (
             stats.prompt_tokens_computed_total,
             stats.generation_tokens_total,
@@ -28,4 +28,4 @@ class ProgressWatch:
         now_s = self._clock()
         if figures != self._figures or not (stats.num_running or stats.num_waiting):
             self._figures, self._changed_s = figures, now_s
-        self.stuck = now_s - self._changed_s > self._timeout_s
+        self.stuck = max(now_s - self._changed_s, stalled_s) > self._timeout_s

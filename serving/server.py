@@ -147,7 +147,7 @@ class Server:
                 logger.error("the engine has stopped: %r", engine.dead_error)
                 await self._wait_in_flight(ABORT_WAIT_S)
                 return 1
-            self.state.progress.update(engine.stats())
+            self.state.progress.update(engine.stats(), engine.stalled_s())
             await asyncio.wait({stopping}, timeout=POLL_S)
         self._drained = drained = await self._wait_in_flight(self.options.shutdown_timeout_s)
         if not drained:

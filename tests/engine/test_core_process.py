@@ -147,11 +147,28 @@ async def test_death_reaches_everybody(folder, fake, way):
 
 async def test_an_idle_core_may_rest(folder, fake):
     """Without work no step is due, however long that lasts; and the first one has its full time."""
-    engine = await started(folder, engine_step_timeout=0.3)
-    await asyncio.sleep(0.6)
+    engine = await started(folder, engine_step_timeout=0.5)
+    await asyncio.sleep(2.0)
     assert (await final(engine, TOKEN, "a"))[0] == [TOKEN] * 20
-    await asyncio.sleep(0.6)
-    assert (await final(engine, TOKEN, "b"))[0] == [TOKEN] * 20
+    engine.shutdown()
+
+
+async def test_an_idle_core_that_hangs_is_noticed(folder, fake):
+    engine = await started(folder, engine_step_timeout=0.5)
+    psutil.Process(engine._core.pid).suspend()
+    with pytest.raises(EngineDeadError, match="no step within"):
+        await asyncio.wait_for(final(engine, TOKEN, "a"), 6.0)
+    engine.shutdown()
+
+
+async def test_a_short_suspension_is_survived(folder, fake):
+    """Longer than the step timeout, but the core goes on before it is asked again."""
+    engine = await started(folder, engine_step_timeout=0.5)
+    core = psutil.Process(engine._core.pid)
+    core.suspend()
+    await asyncio.sleep(0.8)
+    core.resume()
+    assert (await final(engine, TOKEN, "a"))[0] == [TOKEN] * 20
     engine.shutdown()
 
 
@@ -408,7 +425,7 @@ def test_the_board_is_never_read_half_written(tmp_path):
         value = 0
         while not done.is_set():
             value += 12345
-            writer.write(CoreFigures(stats=StepStats(**dict.fromkeys(names, value)), has_work=True))
+            writer.write(CoreFigures(stats=StepStats(**dict.fromkeys(names, value))))
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -437,6 +454,6 @@ def test_a_board_being_written_gives_the_figures_before(tmp_path):
     assert reader.read() == before
 
 
-def test_stalled_only_with_work():
-    assert CoreFigures(progress_time_s=time.monotonic() - 5).stalled_s() == 0.0
-    assert 5 <= CoreFigures(has_work=True, progress_time_s=time.monotonic() - 5).stalled_s() < 6
+def test_stalled():
+    assert CoreFigures().stalled_s() == 0.0
+    assert 5 <= CoreFigures(progress_time_s=time.monotonic() - 5).stalled_s() < 6

@@ -116,6 +116,9 @@ class FakeEngine:
         self.totals.num_running = len(self.open)
         return self.totals
 
+    def stalled_s(self) -> float:
+        return 0.0
+
     async def wait_drained(self, timeout_s: float) -> bool:
         return not self.open
 

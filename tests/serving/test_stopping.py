@@ -171,3 +171,8 @@ def test_progress():
         watch.update(stats)
         seen.append(watch.stuck)
     assert seen == [False, False, True, False, False]
+    idle = ProgressWatch(10.0)
+    idle.update(StepStats(), 9.0)
+    assert not idle.stuck
+    idle.update(StepStats(), 11.0)
+    assert idle.stuck

@@ -44,6 +44,9 @@ class CoreThread:
     def stats(self) -> StepStats:
         return self.core.stats() if self.core is not None else StepStats()
 
+    def stalled_s(self) -> float:
+        return 0.0
+
     def stop(self) -> None:
         self._inbox.put(None)
         if self._thread.is_alive():
