@@ -3,9 +3,12 @@
 import hashlib
 import logging
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,24 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
+
+
+@contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """JAX's persistent cache is neither read nor written meanwhile.
+
+    For programs that are kept as executables: one that JAX has read from its cache loses its code when it is
+    serialized again (seen on CPU with JAX 0.10 to 0.12: "Function ... not found" at its first call).
+    """
+    option = "jax_enable_compilation_cache"
+    before = jax.config.values[option]
+    jax.config.update(option, False)
+    compilation_cache.reset_cache()  # or JAX goes by what it found when it compiled first
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
+        compilation_cache.reset_cache()
 
 
 def _cpu_features() -> str:

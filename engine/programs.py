@@ -6,9 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,11 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+from ..pallas_kernels.tuning import user_files
 from ..pallas_kernels.work_lists import WorkListSpec
 from ..pallas_kernels.xla_options import step_compiler_options
 from .buckets import Bucket, BucketTable
+from .compile_cache import without_jax_cache
 from .config import EngineConfig
 from .device_state import StateSpec, abstract_state
+from .executable_cache import ExecutableCache
 from .host_pool import abstract_chunk, lower_swap_in, lower_swap_out
 from .host_tier import SWAP_CHUNK
 from .input_batch import packed_layout, row_update_layout
@@ -60,8 +64,10 @@ class Programs:
         self._replicated = NamedSharding(model.mesh, P())
         self.compiler_options: dict[str, str | bool] = step_compiler_options(model.mesh.devices.flat[0].platform)
         """XLA's options for the steps."""
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._compiled: dict[str, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
+        self._kept = self._executable_cache()
+        self._warming_up = False
 
     @property
     def mask_words(self) -> int:
@@ -69,7 +75,7 @@ class Programs:
         return -(-self._spec.vocab_size // 32)
 
     def step(self, bucket: Bucket) -> jax.stages.Compiled:
-        return self._get(bucket, partial(self._compile_step, bucket))
+        return self._get(str(bucket), partial(self._compile_step, bucket))
 
     def write_row(self) -> jax.stages.Compiled:
         return self._get("write_row", self._compile_write_row)
@@ -92,9 +98,9 @@ class Programs:
         return self._get("score_prompt", self._compile_score_prompt)
 
     def warm_up(self, *, bar: bool = False) -> None:
-        """Compiles everything, the largest first, as many at a time as there are cores; ``bar`` shows how far it is.
+        """Compiles everything, or reads it where it was kept, the largest first, as many at a time as there are cores.
 
-        JAX releases the GIL while XLA works.
+        JAX releases the GIL while XLA works. ``bar`` shows how far it is.
         """
         num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS)
         jobs: list[tuple[str, Callable[[], Any]]] = [
@@ -103,33 +109,37 @@ class Programs:
         jobs += [("write_row", self.write_row), ("copy_blocks", self.copy_blocks), ("score_prompt", self.score_prompt)]
         if self._config.cache.num_host_chunks:
             jobs += [("swap_out", self.swap_out), ("swap_in", self.swap_in)]
-        started = time.monotonic()
-        meter = tqdm(total=len(jobs), desc="Compiling", unit="program", disable=not bar, file=sys.stderr)
-        with meter, ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
-            futures = {pool.submit(job): name for name, job in jobs}
-            try:
-                for done, future in enumerate(as_completed(futures), 1):
-                    future.result()
-                    seconds = time.monotonic() - started
-                    meter.update()
-                    logger.info("compiled %s, %d of %d, after %.1f s", futures[future], done, len(jobs), seconds)
-            except BaseException:
-                # An error or an interrupt: what has not begun would only delay it.
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        self._warming_up = True
+        try:
+            with without_jax_cache(), ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+                _finish({pool.submit(job): name for name, job in jobs}, pool, bar)
+        finally:
+            self._warming_up = False
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """Device memory that a bucket's program needs besides its arguments and results."""
         analysis = self.step(bucket).memory_analysis()
         return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
-    def _get(self, key: Any, build: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
-        compiled = self._compiled.get(key)
+    def _get(self, name: str, build: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+        compiled = self._compiled.get(name)
         if compiled is None:
-            compiled = build()
+            compiled = self._kept.get(name, build) if self._warming_up else build()
             with self._lock:
-                compiled = self._compiled.setdefault(key, compiled)
+                compiled = self._compiled.setdefault(name, compiled)
         return compiled
+
+    def _executable_cache(self) -> ExecutableCache:
+        """Beside JAX's own cache, keyed by all that the programs are made of; for devices of this machine only."""
+        folder = jax.config.values["jax_compilation_cache_dir"]
+        devices = list(self._model.mesh.devices.flat)
+        is_here = devices[0] in jax.local_devices()
+        config = self._config
+        sizes = (config.block_size, config.max_model_len, config.max_blocks_per_request, config.vocab_size)
+        made_of = (self._model.graphdef, self._params, self._spec, self._model.work)
+        parts = (*made_of, sizes, self.compiler_options, user_files())
+        inputs = [repr(part) for part in (*parts, [device.id for device in devices])] if folder and is_here else []
+        return ExecutableCache(Path(folder) if folder and is_here else None, inputs, devices)
 
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._replicated)
@@ -169,3 +179,18 @@ class Programs:
             partial(score_prompt, self._model.graphdef, self._config.vocab_size), out_shardings=self._replicated
         )
         return program.lower(self._params, self._state.hidden, self._int32(2, PROMPT_LOGPROB_ROWS)).compile()
+
+
+def _finish(futures: dict[Future[Any], str], pool: ThreadPoolExecutor, bar: bool) -> None:
+    """Waits for all, telling of each; an error or an interrupt cancels what has not begun."""
+    started = time.monotonic()
+    with tqdm(total=len(futures), desc="Compiling", unit="program", disable=not bar, file=sys.stderr) as meter:
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                seconds = time.monotonic() - started
+                meter.update()
+                logger.info("compiled %s, %d of %d, after %.1f s", futures[future], done, len(futures), seconds)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

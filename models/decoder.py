@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
     ) -> None:
         dtype, placement = jnp.dtype(dtype), Placement(implementation, mesh, interpret)
         placement.check(config)
-        self.config = config
+        self.config, self.placement = config, placement
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             [DecoderLayer(config, layer, dtype=dtype, placement=placement) for layer in config.layers]
@@ -120,6 +120,9 @@ class Decoder(nnx.Module):
         x = self.embed.embed(token_ids)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
+        if self.placement.implementation == "xla" and not metadata.work:
+            windows = (spec.window for spec in self.config.layers)
+            metadata = metadata.with_xla_plans(windows, kv_caches[0].shape[3], self.placement.platform)
         tables = {spec: rope_table(metadata.positions, spec) for spec in self.config.rope_specs}
         written = []
         for layer, spec, kv in zip(self.layers, self.config.layers, kv_caches, strict=True):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from ..pallas_kernels.dispatch import Implementation
@@ -26,6 +27,11 @@ class Placement:
     def num_shards(self) -> int:
         """Devices along "tp"."""
         return 1 if self.mesh is None else int(self.mesh.shape[TP_AXIS])
+
+    @property
+    def platform(self) -> str:
+        """Of the devices, as JAX names it."""
+        return jax.default_backend() if self.mesh is None else str(self.mesh.devices.flat[0].platform)
 
     def check(self, config: DecoderConfig) -> None:
         """Raises ModelConfigError naming the first size that the shards cannot share equally."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ MASK_VALUE = -1e30
 
 LOWEST_MAX = -1e29
 """Where a running maximum starts: above MASK_VALUE, so that exp(masked - maximum) is 0 even before any key."""
+
+
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
@@ -170,3 +173,10 @@ def gather_chunk(
         k, v = both(gather_and_zero)
 
     return k.astype(jnp.float32).reshape(shape), v.astype(jnp.float32).reshape(shape)
+
+
+def check_work(work: object, kind: type[Work]) -> Work | None:
+    """``work``, if it is the kind that the implementation takes. Raises ValueError."""
+    if work is not None and not isinstance(work, kind):
+        raise ValueError(f"this implementation takes a {kind.__name__} as work; got a {type(work).__name__}")
+    return work

@@ -23,6 +23,7 @@ DEVICE_HALF = {
     "core_parts",
     "core_process",
     "device_state",
+    "executable_cache",
     "host_pool",
     "launch",
     "model_runner",

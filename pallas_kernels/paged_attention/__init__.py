@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention_common import AttentionOptions, check_attention_inputs, check_kv_scales
+from ..attention_common import AttentionOptions, check_attention_inputs, check_kv_scales, check_work
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
 from ..tuning import current_gpu, facts_of, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import WorkPlan, WorkSpec
-from .xla import paged_attention_xla
+from .xla import RowPlan, paged_attention_xla
 
 __all__ = ["paged_attention", "work_spec"]
 
@@ -29,7 +29,7 @@ def paged_attention(
     implementation: Implementation = "xla",
     interpret: Any = None,
     kv_scales: jax.Array | None = None,
-    work: WorkPlan | None = None,
+    work: object | None = None,
 ) -> jax.Array:
     """Attention of each row's newest token over all its tokens.
 
@@ -48,8 +48,9 @@ def paged_attention(
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
       kv_scales: f32[2], what the pool's keys and values are to be multiplied by, for a pool of float8_e4m3fn;
         None: 1.
-      work: for "mosaic", what ``work_spec`` planned for these rows; seq_lens is then not looked at. None: it is
-        planned in-graph, which costs a handful of small launches.
+      work: what the layers of a step share, planned for these rows: for "mosaic" by ``work_spec``, for "xla" by
+        ``plan_rows`` (``xla.py``); seq_lens is then not looked at. None: it is planned in-graph, a handful of small
+        launches.
 
     Returns:
       ``[R, N, H]`` in q's type; the softmax and both sums are float32.
@@ -65,10 +66,12 @@ def paged_attention(
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
     check_kv_scales(kv_scales)
     if implementation == "xla":
-        return _paged_attention(q, kv, block_tables, seq_lens, sinks, kv_scales, options=options)
+        plan = check_work(work, RowPlan)
+        return _paged_attention(q, kv, block_tables, seq_lens, sinks, kv_scales, plan, options=options)
     spec = work_spec(q, kv, block_tables.shape[1], window=window, interpret=interpret)
+    planned = check_work(work, WorkPlan)
     return _paged_attention_mosaic(
-        q, kv, block_tables, seq_lens, sinks, kv_scales, work, options=options, spec=spec, interpret=interpret
+        q, kv, block_tables, seq_lens, sinks, kv_scales, planned, options=options, spec=spec, interpret=interpret
     )
 
 
@@ -100,13 +103,14 @@ def _paged_attention(
     seq_lens: jax.Array,
     sinks: jax.Array | None,
     scales: jax.Array | None,
+    plan: RowPlan | None,
     options: AttentionOptions,
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
     if scales is None:
-        return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options)
+        return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options, plan)
     scaled_q = q.astype(jnp.float32) * scales[0]
-    out = paged_attention_xla(scaled_q, kv, block_tables, seq_lens, sinks, options)
+    out = paged_attention_xla(scaled_q, kv, block_tables, seq_lens, sinks, options, plan)
     return (out * scales[1]).astype(q.dtype)
 
 

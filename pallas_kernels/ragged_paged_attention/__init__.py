@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention_common import AttentionOptions, check_attention_inputs
+from ..attention_common import AttentionOptions, check_attention_inputs, check_work
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
 from ..paged_attention import work_spec as decode_work_spec
 from ..tuning import current_gpu, facts_of, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import MixedWorkPlan, Split, WorkSpec
-from .xla import ragged_paged_attention_xla
+from .xla import TokenPlan, ragged_paged_attention_xla
 
 __all__ = ["ragged_paged_attention", "work_spec"]
 
@@ -30,7 +30,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: Any = None,
-    work: MixedWorkPlan | None = None,
+    work: object | None = None,
 ) -> jax.Array:
     """Causal attention of the tokens of this step, packed row after row.
 
@@ -49,8 +49,9 @@ def ragged_paged_attention(
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
       implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
-      work: for "mosaic", what ``work_spec`` planned for these tokens and rows; query_start_loc and seq_lens are then
-        not looked at. None: it is planned in-graph, which costs some dozen small launches.
+      work: what the layers of a step share, planned for these tokens and rows: for "mosaic" by ``work_spec``, for
+        "xla" by ``plan_tokens`` (``xla.py``); query_start_loc and seq_lens are then not looked at. None: it is planned
+        in-graph, some dozen small launches.
 
     Returns:
       ``[T, N, H]`` in q's type; the softmax and both sums are float32.
@@ -68,11 +69,12 @@ def ragged_paged_attention(
         )
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
     if implementation == "xla":
-        return _ragged_paged_attention(q, kv, block_tables, query_start_loc, seq_lens, sinks, options=options)
+        plan = check_work(work, TokenPlan)
+        return _ragged_paged_attention(q, kv, block_tables, query_start_loc, seq_lens, sinks, plan, options=options)
     spec = work_spec(q, kv, block_tables.shape[1], window=window, interpret=interpret)
-    lengths = (query_start_loc, seq_lens)
+    lengths, planned = (query_start_loc, seq_lens), check_work(work, MixedWorkPlan)
     return _ragged_paged_attention_mosaic(
-        q, kv, block_tables, *lengths, sinks, work, options=options, spec=spec, interpret=interpret
+        q, kv, block_tables, *lengths, sinks, planned, options=options, spec=spec, interpret=interpret
     )
 
 
@@ -101,10 +103,11 @@ def _ragged_paged_attention(
     query_start_loc: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    plan: TokenPlan | None,
     options: AttentionOptions,
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
-    return ragged_paged_attention_xla(q, kv, block_tables, query_start_loc, seq_lens, sinks, options)
+    return ragged_paged_attention_xla(q, kv, block_tables, query_start_loc, seq_lens, sinks, options, plan)
 
 
 def _mosaic_tuning(

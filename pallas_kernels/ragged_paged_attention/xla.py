@@ -6,6 +6,7 @@ its diagonal. Both trip counts follow the tokens present. A history whose blocks
 by all their tokens together.
 """
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -21,18 +22,40 @@ from ..attention_common import (
     softcapped,
     visible,
 )
-from ..paged_attention.xla import attend_rows
+from ..paged_attention.xla import RowPlan, attend_planned_rows, plan_rows
 from ..shared_prefix import attend_shared_prefix, count_shared_blocks
 from .config import CPU_TUNING, GPU_TUNING, TuningConfig
 
 
+def tuning_for(platform: str) -> TuningConfig:
+    """The sizes for a device's platform, as JAX names it."""
+    return CPU_TUNING if platform == "cpu" else GPU_TUNING
+
+
 class _Tile(NamedTuple):
-    """Up to tile_q consecutive query tokens of one row."""
+    """Up to tile_q consecutive query tokens of one row; in a plan, arrays over all tiles."""
 
     row: jax.Array  # i32
     first_token: jax.Array  # i32, index into q
     num_tokens: jax.Array  # i32, 1 … tile_q
     first_pos: jax.Array  # i32, position of the first token in its sequence
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenPlan:
+    """What no layer changes, worked out once a step."""
+
+    singles: RowPlan  # the rows with one query token, which are decode's
+    single_tokens: jax.Array  # i32[R], their tokens; T for the other rows
+    block_tables: jax.Array  # i32[R, max_blocks]
+    tiles: _Tile  # i32[W] each
+    num_tiles: jax.Array  # i32
+    shared_table: jax.Array  # i32[max_blocks], of a row with tiles
+    num_shared_chunks: jax.Array  # i32, chunks of shared_blocks that the histories of all rows with tiles share
+    tile_q: int = field(metadata={"static": True})
+    shared_blocks: int = field(metadata={"static": True})  # 0: sharing is not looked for
+    tuning: TuningConfig = field(metadata={"static": True})
 
 
 def ragged_paged_attention_xla(
@@ -43,8 +66,12 @@ def ragged_paged_attention_xla(
     seq_lens: jax.Array,
     sinks: jax.Array | None,
     options: AttentionOptions,
+    plan: TokenPlan | None = None,
 ) -> jax.Array:
-    """Shapes as in ``ragged_paged_attention``. Which tuning applies is known when the program is lowered."""
+    """Shapes as in ``ragged_paged_attention``. Without a plan, which tuning applies is known when the program is
+    lowered."""
+    if plan is not None:
+        return attend_planned_tokens(q, kv, plan, sinks, options)
     return jax.lax.platform_dependent(
         q,
         kv,
@@ -54,6 +81,54 @@ def ragged_paged_attention_xla(
         sinks,
         cpu=partial(attend_tokens, options=options, tuning=CPU_TUNING),
         default=partial(attend_tokens, options=options, tuning=GPU_TUNING),
+    )
+
+
+def plan_tokens(
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    num_tokens: int,
+    block_size: int,
+    window: int | None,
+    tuning: TuningConfig,
+) -> TokenPlan:
+    """Shapes as in ``ragged_paged_attention``, with T = ``num_tokens``; ``window`` and ``tuning`` of the attention."""
+    query_lens = jnp.diff(query_start_loc)
+    is_single = query_lens == 1
+    first_token = query_start_loc[:-1]
+    tile_q = min(tuning.tile_q, num_tokens)
+    tiles_per_row = jnp.where(is_single, 0, (query_lens + tile_q - 1) // tile_q)
+    tiles_up_to_row = jnp.cumsum(tiles_per_row)
+    num_rows = seq_lens.shape[0]
+    index = jnp.arange(num_tokens // tile_q + min(num_rows, num_tokens // 2) + 1)
+    row = jnp.searchsorted(tiles_up_to_row, index, side="right", method="compare_all")
+    row = jnp.minimum(row, num_rows - 1)
+    start = (index - (tiles_up_to_row[row] - tiles_per_row[row])) * tile_q
+    shared_blocks, num_shared_chunks = 0, jnp.int32(0)
+    has_tiles = query_lens > 1
+    if tuning.decode.shared_chunk_tokens > 0 and window is None and num_rows > 1:
+        shared_blocks = max(1, tuning.decode.shared_chunk_tokens // block_size)
+        history = seq_lens - query_lens
+        num_shared_chunks = count_shared_blocks(block_tables, has_tiles, history, block_size) // shared_blocks
+    single_lens = jnp.where(is_single, seq_lens, 0)
+    return TokenPlan(
+        singles=plan_rows(block_tables, single_lens, block_size=block_size, window=window, tuning=tuning.decode),
+        single_tokens=jnp.where(is_single, first_token, num_tokens),
+        block_tables=block_tables,
+        tiles=_Tile(
+            row=row,
+            first_token=first_token[row] + start,
+            num_tokens=jnp.minimum(query_lens[row] - start, tile_q),
+            first_pos=seq_lens[row] - query_lens[row] + start,
+        ),
+        num_tiles=tiles_up_to_row[-1],
+        shared_table=block_tables[jnp.argmax(has_tiles)],
+        num_shared_chunks=num_shared_chunks,
+        tile_q=tile_q,
+        shared_blocks=shared_blocks,
+        tuning=tuning,
     )
 
 
@@ -67,67 +142,56 @@ def attend_tokens(
     options: AttentionOptions,
     tuning: TuningConfig,
 ) -> jax.Array:
-    num_tokens = q.shape[0]
-    query_lens = jnp.diff(query_start_loc)
-    is_single = query_lens == 1
-    first_token = query_start_loc[:-1]
-    single_q = q[jnp.minimum(first_token, num_tokens - 1)]
-    single_lens = jnp.where(is_single, seq_lens, 0)
-    single_out = attend_rows(single_q, kv, block_tables, single_lens, sinks, options, tuning.decode)
-    target = jnp.where(is_single, first_token, num_tokens)
-    out = jnp.zeros_like(q).at[target].set(single_out, mode="drop")
+    """Plans and attends."""
+    plan = plan_tokens(
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        num_tokens=q.shape[0],
+        block_size=kv.shape[3],
+        window=options.window,
+        tuning=tuning,
+    )
+    return attend_planned_tokens(q, kv, plan, sinks, options)
 
-    tile_q = min(tuning.tile_q, num_tokens)
-    tiles_per_row = jnp.where(is_single, 0, (query_lens + tile_q - 1) // tile_q)
-    tiles_up_to_row = jnp.cumsum(tiles_per_row)
+
+def attend_planned_tokens(
+    q: jax.Array, kv: jax.Array, plan: TokenPlan, sinks: jax.Array | None, options: AttentionOptions
+) -> jax.Array:
+    num_tokens, tile_q = q.shape[0], plan.tile_q
+    single_q = q[jnp.minimum(plan.single_tokens, num_tokens - 1)]
+    single_out = attend_planned_rows(single_q, kv, plan.singles, sinks, options)
+    out = jnp.zeros_like(q).at[plan.single_tokens].set(single_out, mode="drop")
+
     # A tile is read and written as tile_q tokens from its first one: the last may reach past T.
     padded_q, padded_out = (jnp.pad(x, ((0, tile_q), (0, 0), (0, 0))) for x in (q, out))
-    history = seq_lens - query_lens
-    begun, num_shared = _attend_shared_history(
-        padded_q, kv, block_tables, query_lens > 1, history, sinks, options, tuning
-    )
+    begun = _attend_shared_history(padded_q, kv, plan, sinks, options)
 
     def attend_tile(index: jax.Array, out: jax.Array) -> jax.Array:
-        row = jnp.searchsorted(tiles_up_to_row, index, side="right", method="compare_all")
-        start = (index - (tiles_up_to_row[row] - tiles_per_row[row])) * tile_q
-        tile = _Tile(
-            row=row,
-            first_token=query_start_loc[row] + start,
-            num_tokens=jnp.minimum(query_lens[row] - start, tile_q),
-            first_pos=seq_lens[row] - query_lens[row] + start,
-        )
+        tile = _Tile(*(field[index] for field in plan.tiles))
         old = jax.lax.dynamic_slice_in_dim(out, tile.first_token, tile_q)
         state = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, tile.first_token, tile_q), begun)
-        new = _attend_tile(padded_q, kv, block_tables[row], state, num_shared, tile, options, tuning)
+        new = _attend_tile(padded_q, kv, state, tile, plan, options)
         is_query = jnp.arange(tile_q) < tile.num_tokens
         new = jnp.where(is_query[:, None, None], new.astype(out.dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(out, new, tile.first_token, axis=0)
 
-    return jax.lax.fori_loop(0, tiles_up_to_row[-1], attend_tile, padded_out)[:num_tokens]
+    return jax.lax.fori_loop(0, plan.num_tiles, attend_tile, padded_out)[:num_tokens]
 
 
 def _attend_shared_history(
-    q: jax.Array,
-    kv: jax.Array,
-    block_tables: jax.Array,
-    active: jax.Array,
-    history: jax.Array,
-    sinks: jax.Array | None,
-    options: AttentionOptions,
-    tuning: TuningConfig,
-) -> tuple[SoftmaxState, jax.Array]:
-    """The softmax of every token over what all active rows share of their histories, and the number of blocks of it.
+    q: jax.Array, kv: jax.Array, plan: TokenPlan, sinks: jax.Array | None, options: AttentionOptions
+) -> SoftmaxState:
+    """The softmax of every token over what all rows with tiles share of their histories.
 
-    q ``[T, N, H]``; history i32 ``[R]``, keys before a row's first query. The state is over ``[T, K, G]``.
+    q ``[T, N, H]``; the state is over ``[T, K, G]``.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv.shape[2:4]
+    num_kv_heads = kv.shape[2]
     shape = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     start = SoftmaxState.start(shape, sinks)
-    if tuning.decode.shared_chunk_tokens == 0 or options.window is not None or block_tables.shape[0] == 1:
-        return start, jnp.int32(0)
-    chunk_blocks = max(1, tuning.decode.shared_chunk_tokens // block_size)
-    num_chunks = count_shared_blocks(block_tables, active, history, block_size) // chunk_blocks
+    if plan.shared_blocks == 0:
+        return start
 
     def by_head(x: jax.Array) -> jax.Array:  # [T, K, G, …] -> [K, T * G, …]
         return jnp.moveaxis(x, 1, 0).reshape(num_kv_heads, -1, *x.shape[3:])
@@ -135,32 +199,25 @@ def _attend_shared_history(
     def by_token(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(num_kv_heads, num_tokens, -1, *x.shape[2:]), 0, 1)
 
-    scaled = (q.astype(jnp.float32) * options.scale).reshape(shape)
-    table = block_tables[jnp.argmax(active)]
+    scaled, by_heads = (q.astype(jnp.float32) * options.scale).reshape(shape), jax.tree.map(by_head, start)
     state = attend_shared_prefix(
-        by_head(scaled), kv, table, num_chunks, chunk_blocks, jax.tree.map(by_head, start), options
+        by_head(scaled), kv, plan.shared_table, plan.num_shared_chunks, plan.shared_blocks, by_heads, options
     )
-    return jax.tree.map(by_token, state), num_chunks * chunk_blocks
+    return jax.tree.map(by_token, state)
 
 
 def _attend_tile(
-    q: jax.Array,
-    kv: jax.Array,
-    block_table: jax.Array,
-    begun: SoftmaxState,
-    num_shared: jax.Array,
-    tile: _Tile,
-    options: AttentionOptions,
-    tuning: TuningConfig,
+    q: jax.Array, kv: jax.Array, begun: SoftmaxState, tile: _Tile, plan: TokenPlan, options: AttentionOptions
 ) -> jax.Array:
     """Returns ``[tile_q, N, H]``; what lies past ``tile.num_tokens`` means nothing.
 
-    begun: the softmax over ``[tile_q, K, G]`` so far, which covers the row's first ``num_shared`` blocks.
+    begun: the softmax over ``[tile_q, K, G]`` so far, which covers what the plan says is shared.
     """
-    tile_q = begun.maximum.shape[0]
+    tile_q, tuning = plan.tile_q, plan.tuning
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.shape[2:4]
     group = num_heads // num_kv_heads
+    block_table = plan.block_tables[tile.row]
     chunk_blocks = min(max(1, tuning.chunk_tokens // block_size), block_table.shape[0])
     chunk_tokens = chunk_blocks * block_size
     block_table = jnp.pad(block_table, (0, chunk_blocks))
@@ -184,6 +241,7 @@ def _attend_tile(
         return state.update(scores, v[0], precision)
 
     first_key = 0 if options.window is None else jnp.maximum(tile.first_pos - options.window + 1, 0)
+    num_shared = plan.num_shared_chunks * plan.shared_blocks
     first_block = num_shared + first_key // block_size  # with a window nothing is shared
     state = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(num_kv_heads, group * tile_q, *x.shape[3:]), begun)
     num_chunks = (num_keys - first_block * block_size + chunk_tokens - 1) // chunk_tokens

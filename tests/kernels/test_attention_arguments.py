@@ -70,3 +70,11 @@ def test_layers_share_one_trace():
     assert len(calls) == 3
     assert calls[0] is calls[1]
     assert calls[0] is not calls[2]
+
+
+def test_work_of_another_implementation_is_refused():
+    work = jnp.zeros((4, 4), jnp.int32)
+    with pytest.raises(ValueError, match="takes a RowPlan as work"):
+        paged_attention(**arguments(work=work))
+    with pytest.raises(ValueError, match="takes a TokenPlan as work"):
+        ragged_paged_attention(**arguments(work=work, query_start_loc=jnp.zeros(3, jnp.int32)))

@@ -108,57 +108,57 @@ def test_sinks_are_counted_once_in_mixed_batches():
 @pytest.mark.parametrize(("query_lens", "blocks"), [([6, 9], 8), ([20, 41], 0), ([6, 1], 0), ([10, 9], 4)])
 def test_only_what_lies_before_all_queries_is_shared(monkeypatch, query_lens, blocks):
     seen = []
-    original = ragged_xla._attend_shared_history
+    original = ragged_xla.plan_tokens
 
-    def spy(*args):
-        state, count = original(*args)
-        seen.append(int(count))
-        return state, count
+    def spy(*args, **kwargs):
+        plan = original(*args, **kwargs)
+        seen.append(int(plan.num_shared_chunks) * plan.shared_blocks)
+        return plan
 
-    monkeypatch.setattr(ragged_xla, "_attend_shared_history", spy)
+    monkeypatch.setattr(ragged_xla, "plan_tokens", spy)
     assert ragged_error(8, [38, 41], query_lens) < 1e-5
     assert seen == [blocks]
 
 
 def test_a_history_attended_twice_is_caught(monkeypatch):
-    original = ragged_xla._attend_shared_history
-    monkeypatch.setattr(ragged_xla, "_attend_shared_history", lambda *args: (original(*args)[0], jnp.int32(0)))
+    attend_twice(monkeypatch, ragged_xla)
     assert ragged_error(8, [38, 41], [6, 9]) > 1e-2
 
 
-def covered_chunks(monkeypatch, batch) -> int:
-    seen = []
-    original = xla._attend_shared_prefix
+def attend_twice(monkeypatch, module) -> None:
+    original = module.attend_shared_prefix
 
-    def spy(*args):
-        state, count = original(*args)
-        seen.append(int(count))
-        return state, count
+    def twice(q, kv, table, num_chunks, chunk_blocks, state, options):
+        state = original(q, kv, table, num_chunks, chunk_blocks, state, options)
+        return original(q, kv, table, num_chunks, chunk_blocks, state, options)
 
-    monkeypatch.setattr(xla, "_attend_shared_prefix", spy)
-    xla.attend_rows(*batch, None, OPTIONS, TUNING)
-    return seen[0]
+    monkeypatch.setattr(module, "attend_shared_prefix", twice)
+
+
+def covered_chunks(batch) -> int:
+    _, kv, tables, lens = batch
+    plan = xla.plan_rows(tables, lens, block_size=kv.shape[3], window=OPTIONS.window, tuning=TUNING)
+    return int(plan.num_shared_chunks)
 
 
 @pytest.mark.parametrize(
     ("shared_blocks", "lens", "chunks"),
     [(8, [33, 40, 60], 2), (7, [33, 40], 1), (8, [0, 33, 40], 2), (8, [40, 17], 1), (0, [40, 40], 0), (8, [40, 0], 0)],
 )
-def test_the_prefix_is_found(monkeypatch, shared_blocks, lens, chunks):
-    assert covered_chunks(monkeypatch, make_batch(shared_blocks, lens)) == chunks
+def test_the_prefix_is_found(shared_blocks, lens, chunks):
+    assert covered_chunks(make_batch(shared_blocks, lens)) == chunks
 
 
-def test_a_block_that_differs_in_the_middle_ends_the_prefix(monkeypatch):
+def test_a_block_that_differs_in_the_middle_ends_the_prefix():
     q, kv, tables, lens = make_batch(8, [40, 40, 40])
     tables = tables.at[1, 5].set(tables[1, 9])
-    assert covered_chunks(monkeypatch, (q, kv, tables, lens)) == 1
+    assert covered_chunks((q, kv, tables, lens)) == 1
     assert error_of((q, kv, tables, lens)) < 1e-5
 
 
 def test_a_prefix_attended_twice_is_caught(monkeypatch):
     batch = make_batch(8, [33, 40, 60])
-    original = xla._attend_shared_prefix
-    monkeypatch.setattr(xla, "_attend_shared_prefix", lambda *args: (original(*args)[0], jnp.int32(0)))
+    attend_twice(monkeypatch, xla)
     assert error_of(batch) > 1e-2
 
 
