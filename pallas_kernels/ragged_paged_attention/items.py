@@ -115,9 +115,11 @@ class WarpgroupRows(NamedTuple):
     first_pos: jax.Array  # of row 0; may be negative
 
 
-def for_each_item(refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> None:
+def for_each_item(
+    refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Calls ``body(place, items so far, turns so far)`` for this program's items, ``place`` being the item's number;
-    it returns the turns so far, its own included.
+    it returns the turns so far, its own included. Returns the numbers of items and turns.
 
     Items are dealt out back and forth over the programs, dearest first, so that their sums come out about equal.
     """
@@ -130,7 +132,8 @@ def for_each_item(refs: Refs, shape: KernelShape, body: Callable[[jax.Array, jax
 
     full_rounds = num_items // num_ctas
     rounds = full_rounds + (place_in(full_rounds) < num_items).astype(jnp.int32)
-    lax.fori_loop(0, rounds, lambda index, turns: body(place_in(index), index, turns), jnp.int32(0))
+    turns = lax.fori_loop(0, rounds, lambda index, turns: body(place_in(index), index, turns), jnp.int32(0))
+    return rounds, turns
 
 
 def load_item(refs: Refs, shape: KernelShape, place: jax.Array) -> Item:

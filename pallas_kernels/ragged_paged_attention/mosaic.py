@@ -157,7 +157,9 @@ def _kernel(*args: Ref, shape: KernelShape) -> None:
     @pl.when(warpgroup == COMPUTE_WGS)
     def fetch() -> None:
         plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-        for_each_item(refs, shape, partial(_fetch_item, refs, shape))
+        totals = for_each_item(refs, shape, partial(_fetch_item, refs, shape))
+        if shape.tuning.stage_p_in_smem:
+            _await_release(refs, shape, *totals)
 
 
 def _take_turn(refs: Refs) -> None:
@@ -206,6 +208,15 @@ def _fetch_item(refs: Refs, shape: KernelShape, place: jax.Array, index: jax.Arr
 
     lax.fori_loop(turns, turns + item.num_turns, fetch_tile, None)
     return turns + item.num_turns
+
+
+def _await_release(refs: Refs, shape: KernelShape, items: jax.Array, turns: jax.Array) -> None:
+    """Waits until the last stages are free again. Nobody needs them then; but the interpreter of JAX 0.11 insists that
+    a warpgroup that waits on a barrier at all sees its last phase."""
+    pl.when(items > 0)(partial(plgpu.barrier_wait, refs.q_empty))
+    for slot in range(shape.tuning.stages):
+        for barrier in (refs.k_empty, refs.v_empty):
+            pl.when(turns > slot)(partial(plgpu.barrier_wait, barrier.at[slot]))
 
 
 def _clear_unwritten(refs: Refs, shape: KernelShape, item: Item, slot: jax.Array, first_key: jax.Array) -> None:
