@@ -9,6 +9,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
 NormPlacement = Literal["pre", "post", "both"]
 QKNorm = Literal["head", "full"]
+NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -19,6 +20,8 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     """How many of a head's leading elements turn; even, at most head_dim."""
+    interleaved: bool = False
+    """Neighbours turn together (2i with 2i + 1: GPT-J, Cohere) instead of i with i + rotary_dim / 2."""
     kind: RopeKind = "default"
     factor: float = 1.0
     """By how much the context is stretched."""
@@ -46,12 +49,25 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts in place of the dense MLP."""
+    """A mixture of experts in place of the dense MLP: gated MLPs, of which a router picks some for each token."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
+    """Of one expert."""
     normalize_weights: bool = True
+    """The picked experts' probabilities are divided by their sum (``norm_topk_prob``)."""
+    shared_intermediate_size: int | None = None
+    """Of an MLP that every token passes too, times a sigmoid of its own gate (Qwen2-MoE); None: there is none."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "experts_per_token", "intermediate_size"):
+            if getattr(self, name) <= 0:
+                raise ModelConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.experts_per_token > self.num_experts:
+            raise ModelConfigError(f"{self.experts_per_token} experts per token, but only {self.num_experts} in all")
+        if self.shared_intermediate_size is not None and self.shared_intermediate_size <= 0:
+            raise ModelConfigError(f"shared_intermediate_size must be positive, got {self.shared_intermediate_size}")
 
 
 @dataclass(frozen=True)
@@ -77,15 +93,25 @@ class DecoderConfig:
     head_dim: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
+    norm_kind: NormKind = "rms"
+    """Of the norms of hidden states. layer: less their mean, over their standard deviation (Ba et al. 2016)."""
+    norm_bias: bool = False
+    """Those norms add a bias; only for layer."""
     norm_plus_one: bool = False
     """Norms multiply by ``1 + weight`` (Gemma)."""
     norm_placement: NormPlacement = "pre"
     """pre: x + f(norm x). post: x + norm(f x) (OLMo 2). both: x + norm(f(norm x)) (Gemma 2 and 3)."""
+    parallel_block: bool = False
+    """x + attention(norm x) + mlp(norm x), with one norm (Cohere). Only with pre."""
+    learned_positions: int | None = None
+    """Rows of a table whose row p is added to the token at position p (GPT-2)."""
     qk_norm: QKNorm | None = None
     """head: over each head's H elements (Qwen3). full: over all heads together (OLMo 2)."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    gated_mlp: bool = True
+    """down(activation(gate x) * up x); else down(activation(up x)) (GPT-2, StarCoder2)."""
     activation: Activation = "silu"
     attention_scale: float | None = None
     """Multiplies q·k; None means head_dim ** -0.5."""
@@ -97,6 +123,11 @@ class DecoderConfig:
     """Multiplies what each sublayer adds to the residual stream (Granite)."""
     logits_multiplier: float = 1.0
     tie_embeddings: bool = False
+    kv_head_copies: int = 1
+    """Of each KV head of the checkpoint, one beside the other, where there are more devices than heads
+    (``sharding.split_over``); ``num_kv_heads`` counts them all."""
+    vocab_padding: int = 0
+    """Rows of zeros at the end of the vocabulary, so that devices share it equally; ``vocab_size`` counts them."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -109,6 +140,12 @@ class DecoderConfig:
             raise ModelConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
+        if self.norm_kind == "rms" and self.norm_bias:
+            raise ModelConfigError("norm_bias needs norm_kind 'layer'")
+        if self.norm_kind == "layer" and self.norm_plus_one:
+            raise ModelConfigError("norm_plus_one needs norm_kind 'rms'")
+        if self.parallel_block and self.norm_placement != "pre":
+            raise ModelConfigError("parallel_block needs norm_placement 'pre'")
         for index, layer in enumerate(self.layers):
             if layer.rope is not None and layer.rope.rotary_dim > self.head_dim:
                 raise ModelConfigError(

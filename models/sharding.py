@@ -1,6 +1,6 @@
 """Tensor parallelism: how a decoder is cut over the mesh axis "tp", and what can be cut."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,3 +40,48 @@ class Placement:
                 raise ModelConfigError(
                     f"{name} ({getattr(config, name)}) cannot be split over {self.num_shards} devices"
                 )
+
+
+def split_over(config: DecoderConfig, num_shards: int) -> DecoderConfig:
+    """The decoder in the form in which ``num_shards`` devices share it equally; ``config`` itself for one.
+
+    With more devices than KV heads each head is there more than once (a device holds one), and the vocabulary is
+    padded to a multiple. ``as_in_checkpoint`` undoes both. Raises ModelConfigError naming what cannot be divided.
+    """
+    if num_shards == 1:
+        return config
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    for name, size in (("num_attention_heads", heads), *_ffn_sizes(config)):
+        if size % num_shards:
+            raise ModelConfigError(f"tensor_parallel_size {num_shards} does not divide the model's {name} of {size}")
+    if kv_heads % num_shards and num_shards % kv_heads:
+        raise ModelConfigError(
+            f"tensor_parallel_size {num_shards} neither divides the model's num_key_value_heads of {kv_heads} nor is a "
+            f"multiple of it"
+        )
+    copies, padding = max(1, num_shards // kv_heads), -config.vocab_size % num_shards
+    return replace(
+        config,
+        num_kv_heads=kv_heads * copies,
+        kv_head_copies=copies,
+        vocab_size=config.vocab_size + padding,
+        vocab_padding=padding,
+    )
+
+
+def as_in_checkpoint(config: DecoderConfig) -> DecoderConfig:
+    """The decoder before ``split_over``: as the checkpoint's tensors have it."""
+    return replace(
+        config,
+        num_kv_heads=config.num_kv_heads // config.kv_head_copies,
+        kv_head_copies=1,
+        vocab_size=config.vocab_size - config.vocab_padding,
+        vocab_padding=0,
+    )
+
+
+def _ffn_sizes(config: DecoderConfig) -> list[tuple[str, int]]:
+    """Of the feed-forward layers that there are."""
+    experts = {layer.moe.intermediate_size for layer in config.layers if layer.moe is not None}
+    dense = [("intermediate_size", config.intermediate_size)] if any(x.moe is None for x in config.layers) else []
+    return dense + [("moe_intermediate_size", size) for size in sorted(experts)]

@@ -1,7 +1,7 @@
 """What an architecture file says, and the parts that all of them share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..decoder_config import DecoderConfig, LayerSpec
@@ -25,31 +25,52 @@ class WeightMapping:
     """Heads in each source whose rows llama.cpp reorders when it writes GGUF; 0 for a source left alone."""
     parts: tuple[int, ...] = ()
     """Rows of each fused part (q, k, v; gate, up), of which every shard of a split target holds its share."""
+    copies: tuple[int, ...] = ()
+    """How often each part is there on several shards: a KV head on every shard that attends to it. () is once."""
+    padding: int = 0
+    """Rows of zeros after the sources'."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the target."""
-        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+        rows = sum(shape[0] for shape in self.shapes)
+        if self.copies:
+            rows = sum(part * copies for part, copies in zip(self.parts, self.copies, strict=True))
+        return (rows + self.padding, *self.shapes[0][1:])
 
     def pieces(self, num_shards: int = 1) -> Iterator[tuple[int, int, int, int]]:
         """How the target is put together: (source's index, its first row, its last row + 1, row in the target).
 
         On one shard the sources follow one another. On more, so do the shards, each with its share of every
-        part: what a shard's product yields is then whole heads, or gates beside their own ups. Raises
-        ModelConfigError if a part does not divide.
+        part: what a shard's product yields is then whole heads, or gates beside their own ups. A part with n
+        copies is cut into a share for every n shards. Raises ModelConfigError if a part does not divide.
         """
         rows = [shape[0] for shape in self.shapes]
         parts = self.parts if num_shards > 1 and self.parts else (sum(rows),)
-        shares = num_shards if parts is self.parts else 1
-        if any(part % shares for part in parts):
-            raise ModelConfigError(f"{self.target}: rows {parts} cannot be split into {shares} shards")
+        shards = num_shards if parts is self.parts else 1
+        copies = self.copies if self.copies and shards > 1 else (1,) * len(parts)
+        shares = [shards // count for count in copies]
+        if any(shards % count for count in copies) or any(part % n for part, n in zip(parts, shares, strict=True)):
+            raise ModelConfigError(f"{self.target}: rows {parts} cannot be split into {shards} shards")
         place = 0
-        for shard in range(shares):
+        for shard in range(shards):
             for index, part in enumerate(parts):
-                first = sum(parts[:index]) + shard * part // shares
-                for source, start, stop in _locate(rows, first, first + part // shares):
+                size = part // shares[index]
+                first = sum(parts[:index]) + shard // copies[index] * size
+                for source, start, stop in _locate(rows, first, first + size):
                     yield source, start, stop, place
                     place += stop - start
+
+    def split_as(self, config: DecoderConfig) -> "WeightMapping":
+        """The mapping onto a decoder that ``sharding.split_over`` changed, from that of its checkpoint."""
+        copies, names = config.kv_head_copies, self.target.split(".")
+        if names[0] in ("embed", "head"):
+            return replace(self, padding=config.vocab_padding)
+        if copies > 1 and "qkv" in names:
+            return replace(self, copies=(1, copies, copies))
+        if copies > 1 and "k_norm" in names and config.qk_norm == "full":
+            return replace(self, parts=(self.shapes[0][0],), copies=(copies,))
+        return self
 
 
 def _locate(rows: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from .errors import LoadError
@@ -71,7 +72,7 @@ class GGUFSource:
         except NotImplementedError as error:
             raise LoadError(f"type {tensor.type.name} is not supported", file=info.file, tensor=name) from error
 
-    def read_rows(self, name: str, start: int, stop: int, out: np.ndarray) -> None:
+    def read_rows(self, name: str, start: int, stop: int, out: np.ndarray, columns: slice | None = None) -> None:
         tensor, info = self._by_name[name], self.tensors[name]
         raw = self._file.raw(tensor)
         heads = self._permuted_heads.get(name, 0)
@@ -82,7 +83,14 @@ class GGUFSource:
         # Blocks run along a row, so rows can be put in order before they are dequantised, and all as one long row:
         # gguf goes through its argument 16 rows at a time, which is slow for short ones.
         rows = raw[_original_rows(len(raw), heads)[start:stop]] if heads else raw[start:stop]
-        copy_cast(dequantize(rows.reshape(1, -1), tensor.type).reshape(out.shape), out, info)
+        if columns is None:
+            copy_cast(dequantize(rows.reshape(1, -1), tensor.type).reshape(out.shape), out, info)
+            return
+        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        first = columns.start // block
+        blocks = rows[:, first * block_bytes : -(-columns.stop // block) * block_bytes]
+        values = dequantize(blocks.reshape(1, -1), tensor.type).reshape(len(out), -1)
+        copy_cast(values[:, columns.start - first * block : columns.stop - first * block], out, info)
 
     def close(self) -> None:
         self._file.close()

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..architectures.base import Architecture, WeightMapping
-from ..decoder import TP_AXIS
 from ..decoder_config import DecoderConfig
+from ..sharding import as_in_checkpoint
 from .dummy import dummy_params
 from .errors import LoadError, name_list
 from .gguf_source import GGUFSource
@@ -27,6 +27,8 @@ from .targets import Target, param_targets
 _CHUNK_ELEMENTS = 1 << 17
 """What one thread converts at a time: the temporaries of dequantising stay in cache, and every core is busy."""
 _MAX_THREADS = 8
+Place = tuple[tuple[int, int], ...]
+"""First and last + 1 along each axis of a parameter."""
 
 
 def load_params(
@@ -41,14 +43,17 @@ def load_params(
 ) -> Any:
     """The nested dict of arrays that ``models.decoder`` describes, sharded over ``mesh`` (axis "tp").
 
-    Weights are cast to ``dtype`` on the host. On the host there is one target tensor at a time, beside the pages of
-    at most two open files. ``progress`` shows a bar of bytes on standard error. Raises LoadError before anything is
-    read if a tensor is missing, unexpected, or of another shape or dtype than the model's.
+    ``decoder_config`` is as ``sharding.split_over`` made it for the mesh. Each device's share is read from the file by
+    itself, none of another's, and cast to ``dtype`` on the host; there is one share of one tensor at a time, beside the
+    pages of at most two open files. ``progress`` shows a bar of bytes on standard error. Raises LoadError before
+    anything is read if a tensor is missing, unexpected, or of another shape or dtype than the model's.
     """
     if load_format == "dummy":
         return dummy_params(decoder_config, dtype=dtype, mesh=mesh)
     targets, treedef = param_targets(decoder_config, dtype, mesh)
-    mappings = architecture.weight_mappings(decoder_config)
+    mappings = [
+        mapping.split_as(decoder_config) for mapping in architecture.weight_mappings(as_in_checkpoint(decoder_config))
+    ]
     _check_mappings(mappings, targets, architecture.name)
     with closing(_open(model_path, load_format, mappings)) as source:
         _check_tensors(source, mappings, architecture.ignorable_names(decoder_config), model_path)
@@ -130,22 +135,38 @@ def _read_one(
     pool: ThreadPoolExecutor,
 ) -> jax.Array:
     """One parameter on its devices. Waits, so that the host's copy is gone before the next one is made."""
-    buffer = _assemble(source, mapping, np.dtype(leaf.dtype), sharding.mesh.shape[TP_AXIS], pool)
-    return jax.make_array_from_callback(leaf.shape, sharding, buffer.__getitem__).block_until_ready()
+    shards, arrays = {}, []
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        place = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        shards.setdefault(place, []).append(device)
+    for place, devices in shards.items():
+        buffer = _assemble(source, mapping, np.dtype(leaf.dtype), sharding.mesh.size, place, pool)
+        arrays += [jax.device_put(buffer, device) for device in devices]
+        jax.block_until_ready(arrays)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
 
 def _assemble(
-    source: WeightSource, mapping: WeightMapping, dtype: np.dtype, num_shards: int, pool: ThreadPoolExecutor
+    source: WeightSource,
+    mapping: WeightMapping,
+    dtype: np.dtype,
+    num_shards: int,
+    place: Place,
+    pool: ThreadPoolExecutor,
 ) -> np.ndarray:
-    """All sources of a parameter in one buffer of ``mapping.shape``, filled by row ranges in parallel."""
-    buffer = np.empty(mapping.shape, dtype)
-    step = max(1, _CHUNK_ELEMENTS // max(1, int(np.prod(mapping.shape[1:]))))
+    """The part of a parameter at ``place``, from its sources, filled by row ranges in parallel."""
+    (row, row_end), *rest = place
+    buffer = np.empty([end - start for start, end in place], dtype)
+    buffer[max(0, mapping.shape[0] - mapping.padding - row) :] = 0
+    columns = slice(*rest[0]) if rest and rest[0] != (0, mapping.shape[1]) else None
+    step = max(1, _CHUNK_ELEMENTS // max(1, int(np.prod(buffer.shape[1:]))))
     jobs = []
-    for index, first, last, place in mapping.pieces(num_shards):
+    for index, first, last, at in mapping.pieces(num_shards):
+        first, last, at = first + max(0, row - at), min(last, first + row_end - at), max(at, row) - row
         for start in range(first, last, step):
             stop = min(start + step, last)
-            rows = buffer[place + start - first : place + stop - first]
-            jobs.append(pool.submit(source.read_rows, mapping.sources[index], start, stop, rows))
+            rows = buffer[at + start - first : at + stop - first]
+            jobs.append(pool.submit(source.read_rows, mapping.sources[index], start, stop, rows, columns))
     for job in jobs:
         job.result()
     return buffer

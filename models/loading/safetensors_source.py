@@ -70,11 +70,12 @@ class SafetensorsSource:
             expected = " or ".join(_READABLE)
             raise LoadError("dtype", file=info.file, tensor=name, expected=expected, found=info.dtype)
 
-    def read_rows(self, name: str, start: int, stop: int, out: np.ndarray) -> None:
+    def read_rows(self, name: str, start: int, stop: int, out: np.ndarray, columns: slice | None = None) -> None:
         info = self.tensors[name]
         try:
             with self._lock:
-                rows = self._handle(info.file).get_slice(name)[start:stop]
+                found = self._handle(info.file).get_slice(name)
+                rows = found[start:stop] if columns is None else found[start:stop, columns]
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot be read: {error}", file=info.file, tensor=name) from error
         copy_cast(rows, out, info)

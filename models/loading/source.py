@@ -33,8 +33,9 @@ class WeightSource(Protocol):
     def check_readable(self, name: str) -> None:
         """Raises LoadError if the tensor's dtype cannot be turned into floats."""
 
-    def read_rows(self, name: str, start: int, stop: int, out: np.ndarray) -> None:
-        """Fills ``out`` (shape ``[stop - start, …]``, a float dtype) with rows of a tensor. Raises LoadError."""
+    def read_rows(self, name: str, start: int, stop: int, out: np.ndarray, columns: slice | None = None) -> None:
+        """Fills ``out`` (shape ``[stop - start, …]``, a float dtype) with rows of a tensor, or with some ``columns`` of
+        them; reads no others. Raises LoadError."""
 
     def close(self) -> None: ...
 
