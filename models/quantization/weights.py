@@ -1,0 +1,137 @@
+"""How quantised weights lie on the device, whatever the checkpoint's own layout was: pytrees that stand where a plain
+``weight [out, in]`` would. Only ``layers/linear.py`` asks which of them a weight is.
+
+Every array of a weight has the output rows as axis 0, so that weights of several layers fuse, and are shared among
+devices, by rows. Along axis 1 lie the input columns, or words or groups of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+WORD_BITS = 32
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("packed", "scale", "zero", "minimum", "permutation"),
+    meta_fields=("bits",),
+)
+@dataclass(frozen=True)
+class IntWeight:
+    """Codes of 4 or 8 bits with a scale for each group of input columns (weights of 2 and 3 bits are kept in 4).
+
+    ``w[o, i] = (code[o, i] - zero[o, i // group]) * scale[o, i // group] + minimum[o, i // group]``, in which an
+    absent zero is ``2 ** (bits - 1)``, unless there is a ``minimum``: then it is 0. A zero and a minimum are never
+    both there. Column i is multiplied by ``x[permutation[i]]`` where there is a permutation.
+    """
+
+    packed: jax.Array
+    """i32 ``[out, in * bits / 32]``. Code i of a row is in word ``i * bits // 32``, first code lowest."""
+    scale: jax.Array
+    """``[out, in / group]``, in the type the model runs in; group = in where one scale serves a whole row."""
+    zero: jax.Array | None = None
+    """u8 ``[out, in / group]``, 0 to 2**bits."""
+    minimum: jax.Array | None = None
+    """Like ``scale``. Only GGUF's Q4_1 has it."""
+    permutation: jax.Array | None = None
+    """i32 ``[in]``: the columns are in order of group (GPTQ's desc_act)."""
+    bits: int = 4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), as a plain weight's."""
+        return int(self.packed.shape[0]), int(self.packed.shape[1]) * WORD_BITS // self.bits
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // int(self.scale.shape[1])
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight", "scale", "input_scale"),
+    meta_fields=("activations",),
+)
+@dataclass(frozen=True)
+class Float8Weight:
+    """``w[o, i] = weight[o, i] * scale[o, i // group]``. ``activations`` says what x is rounded to where the device
+    multiplies float8 by float8: "none" (x as it is), "token" (a scale for each row of x), "static" (``input_scale``).
+    """
+
+    weight: jax.Array
+    """float8_e4m3fn ``[out, in]``."""
+    scale: jax.Array
+    """f32 ``[out, in / group]``; group = in for scales per tensor and per channel."""
+    input_scale: jax.Array | None = None
+    """f32 ``[1]``, with "static" only."""
+    activations: str = "none"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.weight.shape[0]), int(self.weight.shape[1])
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // int(self.scale.shape[1])
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=())
+@dataclass(frozen=True)
+class PartedWeight:
+    """The parts of a fused weight (q, k, v; gate, up) side by side, where they cannot lie in one array."""
+
+    parts: tuple[Any, ...]
+    """Each a plain array ``[out, in]``, an ``IntWeight`` or a ``Float8Weight``."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(int(part.shape[0]) for part in self.parts), int(self.parts[0].shape[1])
+
+
+QuantizedWeight: TypeAlias = IntWeight | Float8Weight | PartedWeight
+Weight: TypeAlias = jax.Array | QuantizedWeight
+QUANTIZED_TYPES = (IntWeight, Float8Weight, PartedWeight)
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a node of the parameter tree is a quantised weight."""
+    return isinstance(leaf, QUANTIZED_TYPES)
+
+
+def rows_of(weight: Any, take: Callable[[jax.Array], jax.Array]) -> Any:
+    """An ``IntWeight`` or ``Float8Weight`` with ``take`` applied to every array that has output rows."""
+    kept = {"permutation", "input_scale"}
+    fields = {
+        name: value if name in kept or value is None or isinstance(value, str | int) else take(value)
+        for name, value in vars(weight).items()
+    }
+    return type(weight)(**fields)
+
+
+def unpack_codes(packed: jax.Array, bits: int) -> jax.Array:
+    """i32 words ``[out, words]`` → i32 codes ``[out, words * 32 / bits]``."""
+    shifts = jnp.arange(0, WORD_BITS, bits, dtype=jnp.int32)
+    codes = (packed[..., None] >> shifts) & ((1 << bits) - 1)
+    return codes.reshape(packed.shape[0], -1)
+
+
+def dequantize(weight: IntWeight | Float8Weight, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The plain ``[out, in]`` in ``dtype``, rounded once from float32; columns in the order they are kept in."""
+    out_size, in_size = weight.shape
+    groups = (out_size, weight.scale.shape[1], weight.group_size)
+    scale = weight.scale.astype(jnp.float32)[..., None]
+    if isinstance(weight, Float8Weight):
+        values = weight.weight.astype(jnp.float32).reshape(groups) * scale
+        return values.reshape(out_size, in_size).astype(dtype)
+    codes = unpack_codes(weight.packed, weight.bits).reshape(groups)
+    if weight.minimum is not None:
+        values = codes.astype(jnp.float32) * scale + weight.minimum.astype(jnp.float32)[..., None]
+    else:
+        zero: Any = 1 << (weight.bits - 1) if weight.zero is None else weight.zero.astype(jnp.int32)[..., None]
+        values = (codes - zero).astype(jnp.float32) * scale
+    return values.reshape(out_size, in_size).astype(dtype)
