@@ -5,13 +5,15 @@ Every array of a weight has the output rows as axis 0, so that weights of severa
 devices, by rows. Along axis 1 lie the input columns, or words or groups of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+
+from .spec import WeightSpec, WeightSpecs, can_fuse
 
 WORD_BITS = 32
 
@@ -68,7 +70,7 @@ class Float8Weight:
     scale: jax.Array
     """f32 ``[out, in / group]``; group = in for scales per tensor and per channel."""
     input_scale: jax.Array | None = None
-    """f32 ``[1]``, with "static" only."""
+    """f32 ``[parts]``, with "static" only: of each fused part; the largest serves all."""
     activations: str = "none"
 
     @property
@@ -135,3 +137,42 @@ def dequantize(weight: IntWeight | Float8Weight, dtype: jax.typing.DTypeLike) ->
         zero: Any = 1 << (weight.bits - 1) if weight.zero is None else weight.zero.astype(jnp.int32)[..., None]
         values = (codes - zero).astype(jnp.float32) * scale
     return values.reshape(out_size, in_size).astype(dtype)
+
+
+def empty_weight(
+    specs: WeightSpecs, sizes: Sequence[int], in_size: int, dtype: jax.typing.DTypeLike, input_shards: int = 1
+) -> Any:
+    """A weight of zeros with ``sizes`` rows per part, as ``specs`` say; a plain array where they say nothing.
+
+    One spec stands for all parts. ``input_shards``: devices over which the columns are cut.
+    """
+    spec = specs[0] if specs else None
+    if not can_fuse(specs or (None,)):
+        pairs = zip(specs, sizes, strict=True)
+        return PartedWeight(tuple(empty_weight((spec,), (size,), in_size, dtype, input_shards) for spec, size in pairs))
+    if spec is None:
+        return jnp.zeros((sum(sizes), in_size), dtype)
+    return _empty_quantized(spec, sum(sizes), in_size, dtype, (input_shards, len(specs)))
+
+
+def _empty_quantized(
+    spec: WeightSpec, out_size: int, in_size: int, dtype: jax.typing.DTypeLike, shards_and_parts: tuple[int, int]
+) -> IntWeight | Float8Weight:
+    input_shards, num_parts = shards_and_parts
+    num_groups = in_size // spec.group_on_device(in_size, input_shards)
+    if spec.kind == "float8":
+        return Float8Weight(
+            weight=jnp.zeros((out_size, in_size), jnp.float8_e4m3fn),
+            scale=jnp.zeros((out_size, num_groups), jnp.float32),
+            input_scale=jnp.zeros((num_parts,), jnp.float32) if spec.activations == "static" else None,
+            activations=spec.activations,
+        )
+    scale = jnp.zeros((out_size, num_groups), dtype)
+    return IntWeight(
+        packed=jnp.zeros((out_size, in_size * spec.device_bits // WORD_BITS), jnp.int32),
+        scale=scale,
+        zero=jnp.zeros(scale.shape, jnp.uint8) if spec.has_zero else None,
+        minimum=jnp.zeros(scale.shape, dtype) if spec.has_minimum else None,
+        permutation=jnp.zeros((in_size,), jnp.int32) if spec.act_order else None,
+        bits=spec.device_bits,
+    )
