@@ -39,15 +39,20 @@ class BucketTable:
         *,
         decode_sizes: Sequence[int] | None = None,
         mixed_sizes: Sequence[int] | None = None,
+        mixed_serves_decode: bool = False,
     ) -> None:
+        """``mixed_serves_decode``: there are no decode buckets of the sizes that mixed ones have. Attention in plain
+        JAX on a CPU does the same work in both, and with fewer programs it starts sooner."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens=} must be at least {max_num_seqs=}: every row gets a token")
         decode_sizes = decode_sizes or geometric_sizes(1, max_num_seqs)
         mixed_sizes = mixed_sizes or geometric_sizes(32, max_num_batched_tokens)
         assert decode_sizes[-1] == max_num_seqs
         assert mixed_sizes[-1] == max_num_batched_tokens
-        self.decode = tuple(Bucket(size, size, decode_only=True) for size in decode_sizes)
+        if mixed_serves_decode:
+            decode_sizes = [size for size in decode_sizes if size < mixed_sizes[0]]
         self.mixed = tuple(Bucket(size, min(size, max_num_seqs), decode_only=False) for size in mixed_sizes)
+        self.decode = tuple(Bucket(size, size, decode_only=True) for size in decode_sizes)
 
     @property
     def all(self) -> tuple[Bucket, ...]:
@@ -55,7 +60,7 @@ class BucketTable:
 
     def select(self, num_tokens: int, num_rows: int, *, decode_only: bool) -> Bucket:
         """The smallest bucket that holds the step. Forks make more rows than tokens, hence both bounds."""
-        for bucket in self.decode if decode_only else self.mixed:
+        for bucket in self.all if decode_only else self.mixed:
             if num_tokens <= bucket.num_tokens and num_rows <= bucket.num_rows:
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens in {num_rows} rows: the scheduler overran its limits")

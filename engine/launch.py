@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,7 +18,9 @@ from ..models.loading.default_model import MODEL_NAME
 from ..models.loading.errors import LoadError
 from ..models.loading.loader import load_params
 from ..models.loading.resolve import ResolvedModel
+from ..models.sharding import split_over
 from ..pallas_kernels.dispatch import Device
+from ..pallas_kernels.float8 import FLOAT8
 from ..pallas_kernels.tuning import use_folder
 from .buckets import BucketTable
 from .compile_cache import COMPILES, enable_compile_cache
@@ -51,6 +54,24 @@ def backend_is_up() -> bool:
     return False
 
 
+def make_cpu_devices(count: int) -> None:
+    """Lets the CPU count as so many devices, or more if more were asked for. Must run before the first use of one."""
+    if jax.config.values["jax_num_cpu_devices"] < count > 1:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def make_mesh(num_devices: int) -> Mesh:
+    """The first devices of this process, along "tp". Raises ConfigError if there are fewer."""
+    devices = jax.devices()
+    if num_devices > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size {num_devices} needs as many devices; this process has {len(devices)} "
+            f"({devices[0].platform}: {devices[0].device_kind})"
+            + (", since JAX was in use before the engine started" if devices[0].platform == "cpu" else "")
+        )
+    return Mesh(np.array(devices[:num_devices]), ("tp",), axis_types=(AxisType.Auto,))
+
+
 def launch_core(
     config: EngineConfig,
     resolved: ResolvedModel,
@@ -66,13 +87,15 @@ def launch_core(
     """
     was_up = backend_is_up()
     set_memory_fraction(config.cache.gpu_memory_utilization)
+    if not was_up:
+        make_cpu_devices(config.tensor_parallel_size)
     platform = jax.default_backend()
     if was_up and platform != "cpu":
         _warn_of_share_in_force(jax.devices()[0])
     enable_compile_cache(config.compile_cache_dir)
     use_folder(Path(config.tuned_config_folder) if config.tuned_config_folder else None)
     decoder_config, dtype, config = derive(config, resolved, tokenizer_size, platform)
-    mesh = Mesh(np.array(jax.devices()[: config.tensor_parallel_size]), ("tp",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh(config.tensor_parallel_size)
     choice = choose_attention(config, Device.of(mesh.devices.flat[0]), decoder_config, dtype)
     small = state_spec(config, decoder_config, dtype, num_blocks=2)
     try:
@@ -91,7 +114,11 @@ def launch_core(
     except (LoadError, ModelConfigError) as error:
         raise ConfigError(str(error)) from error
     model = LoadedModel(graphdef, params, mesh, host_planned_work(config, decoder_config, dtype, choice))
-    buckets = BucketTable(config.max_num_seqs, config.max_num_batched_tokens)
+    buckets = BucketTable(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        mixed_serves_decode=platform == "cpu" and choice.implementation == "xla",
+    )
     num_blocks = choose_num_blocks(config, model, small, buckets)
     config = config.with_pool(num_blocks, small.kv.bytes_per_block)
     spec = state_spec(config, decoder_config, dtype, config.num_blocks)
@@ -101,8 +128,7 @@ def launch_core(
         if not config.enforce_eager:
             runner.programs.warm_up(bar=compile_bar)
     COMPILES.mark_ready()
-    # XLA's collectives on a CPU can deadlock when two steps are in flight.
-    async_scheduling = config.scheduler.async_scheduling and (platform != "cpu" or mesh.size == 1)
+    async_scheduling = config.scheduler.async_scheduling and not runner.one_program_at_a_time
     return EngineCore(make_scheduler(config), runner, async_scheduling=async_scheduling), config
 
 
@@ -120,10 +146,13 @@ def with_host_tier(config: EngineConfig, spec: StateSpec) -> EngineConfig:
 def derive(
     config: EngineConfig, resolved: ResolvedModel, tokenizer_size: int | None, platform: str
 ) -> tuple[DecoderConfig, jnp.dtype, EngineConfig]:
-    """What follows from the model and the platform: the decoder, the type it runs in, the configuration resolved."""
+    """What follows from the model and the platform: the decoder as the devices share it, the type it runs in, the
+    configuration resolved."""
     model_config = resolved.config
     try:
         decoder_config = get_architecture(model_config.architecture).decoder_config(model_config)
+        decoder_config = replace(decoder_config, scales_kv=config.cache.dtype == FLOAT8.name)
+        shared_config = split_over(decoder_config, config.tensor_parallel_size)
     except ModelConfigError as error:
         raise ConfigError(str(error)) from error
     vocab_size = decoder_config.vocab_size
@@ -142,7 +171,7 @@ def derive(
         dtype = "float32" if platform == "cpu" else "bfloat16"
     if dtype == "float16":
         logger.warning("dtype float16 overflows in many models that were trained in bfloat16; bfloat16 is safer")
-    return decoder_config, jnp.dtype(dtype), config
+    return shared_config, jnp.dtype(dtype), config
 
 
 def _warn_of_share_in_force(device: jax.Device) -> None:

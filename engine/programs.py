@@ -1,12 +1,14 @@
 """Compiled programs: one per bucket and three small ones, compiled ahead of time in a thread pool."""
 
+import gc
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,7 +104,8 @@ class Programs:
 
         JAX releases the GIL while XLA works. ``bar`` shows how far it is.
         """
-        num_threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS)
+        # One more than cores: tracing holds the GIL, and XLA has stretches that leave a core idle.
+        num_threads = min((os.cpu_count() or 1) + 1, MAX_COMPILE_THREADS)
         jobs: list[tuple[str, Callable[[], Any]]] = [
             (str(bucket), partial(self.step, bucket)) for bucket in sorted(self._buckets.all, reverse=True)
         ]
@@ -111,7 +114,11 @@ class Programs:
             jobs += [("swap_out", self.swap_out), ("swap_in", self.swap_in)]
         self._warming_up = True
         try:
-            with without_jax_cache(), ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+            with (
+                without_jax_cache(),
+                _no_garbage_collection(),
+                ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool,
+            ):
                 _finish({pool.submit(job): name for name, job in jobs}, pool, bar)
         finally:
             self._warming_up = False
@@ -179,6 +186,18 @@ class Programs:
             partial(score_prompt, self._model.graphdef, self._config.vocab_size), out_shardings=self._replicated
         )
         return program.lower(self._params, self._state.hidden, self._int32(2, PROMPT_LOGPROB_ROWS)).compile()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes millions of objects that live on, which the collector would walk through again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _finish(futures: dict[Future[Any], str], pool: ThreadPoolExecutor, bar: bool) -> None:

@@ -165,13 +165,21 @@ def attend_planned_tokens(
 
     # A tile is read and written as tile_q tokens from its first one: the last may reach past T.
     padded_q, padded_out = (jnp.pad(x, ((0, tile_q), (0, 0), (0, 0))) for x in (q, out))
-    begun = _attend_shared_history(padded_q, kv, plan, sinks, options)
+    num_heads, head_dim = q.shape[1:]
+    by_head = (padded_q.astype(jnp.float32) * options.scale).reshape(num_tokens + tile_q, kv.shape[2], -1, head_dim)
+    by_head = by_head.transpose(1, 2, 0, 3)
+    begun = _attend_shared_history(by_head, kv, plan, sinks, options)
 
     def attend_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         tile = _Tile(*(field[index] for field in plan.tiles))
         old = jax.lax.dynamic_slice_in_dim(out, tile.first_token, tile_q)
-        state = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, tile.first_token, tile_q), begun)
-        new = _attend_tile(padded_q, kv, state, tile, plan, options)
+
+        def of_tile(x: jax.Array) -> jax.Array:  # [K, G, T, …] -> [K, G * tile_q, …]
+            x = jax.lax.dynamic_slice_in_dim(x, tile.first_token, tile_q, axis=2)
+            return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+        new = _attend_tile(of_tile(by_head), kv, jax.tree.map(of_tile, begun), tile, plan, options)
+        new = new.reshape(num_heads, tile_q, head_dim).transpose(1, 0, 2)
         is_query = jnp.arange(tile_q) < tile.num_tokens
         new = jnp.where(is_query[:, None, None], new.astype(out.dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(out, new, tile.first_token, axis=0)
@@ -184,48 +192,37 @@ def _attend_shared_history(
 ) -> SoftmaxState:
     """The softmax of every token over what all rows with tiles share of their histories.
 
-    q ``[T, N, H]``; the state is over ``[T, K, G]``.
+    q f32 ``[K, G, T, H]``, scaled; the state is over ``[K, G, T]``.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[2]
-    shape = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    start = SoftmaxState.start(shape, sinks)
-    if plan.shared_blocks == 0:
-        return start
+    num_kv_heads, group, num_tokens, head_dim = q.shape
 
-    def by_head(x: jax.Array) -> jax.Array:  # [T, K, G, …] -> [K, T * G, …]
-        return jnp.moveaxis(x, 1, 0).reshape(num_kv_heads, -1, *x.shape[3:])
+    def for_each_token(x: jax.Array) -> jax.Array:  # [K, G, …] -> [K, G * T, …]
+        x = jnp.broadcast_to(x[:, :, None], (num_kv_heads, group, num_tokens, *x.shape[2:]))
+        return x.reshape(num_kv_heads, -1, *x.shape[3:])
 
-    def by_token(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(num_kv_heads, num_tokens, -1, *x.shape[2:]), 0, 1)
-
-    scaled, by_heads = (q.astype(jnp.float32) * options.scale).reshape(shape), jax.tree.map(by_head, start)
-    state = attend_shared_prefix(
-        by_head(scaled), kv, plan.shared_table, plan.num_shared_chunks, plan.shared_blocks, by_heads, options
-    )
-    return jax.tree.map(by_token, state)
+    state = jax.tree.map(for_each_token, SoftmaxState.start((num_kv_heads, group, head_dim), sinks))
+    if plan.shared_blocks:
+        flat_q, table = q.reshape(num_kv_heads, -1, head_dim), plan.shared_table
+        state = attend_shared_prefix(flat_q, kv, table, plan.num_shared_chunks, plan.shared_blocks, state, options)
+    return jax.tree.map(lambda x: x.reshape(num_kv_heads, group, num_tokens, *x.shape[2:]), state)
 
 
 def _attend_tile(
-    q: jax.Array, kv: jax.Array, begun: SoftmaxState, tile: _Tile, plan: TokenPlan, options: AttentionOptions
+    q: jax.Array, kv: jax.Array, state: SoftmaxState, tile: _Tile, plan: TokenPlan, options: AttentionOptions
 ) -> jax.Array:
-    """Returns ``[tile_q, N, H]``; what lies past ``tile.num_tokens`` means nothing.
+    """The tile's attention ``[K, G * tile_q, H]``; what lies past ``tile.num_tokens`` means nothing.
 
-    begun: the softmax over ``[tile_q, K, G]`` so far, which covers what the plan says is shared.
+    q f32 ``[K, G * tile_q, H]``, scaled; the state over ``[K, G * tile_q]`` covers what the plan says is shared.
     """
     tile_q, tuning = plan.tile_q, plan.tuning
-    num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.shape[2:4]
-    group = num_heads // num_kv_heads
+    group = q.shape[1] // tile_q
     block_table = plan.block_tables[tile.row]
     chunk_blocks = min(max(1, tuning.chunk_tokens // block_size), block_table.shape[0])
     chunk_tokens = chunk_blocks * block_size
     block_table = jnp.pad(block_table, (0, chunk_blocks))
     precision = matmul_precision(kv.dtype)
 
-    tile_tokens = jax.lax.dynamic_slice_in_dim(q, tile.first_token, tile_q).astype(jnp.float32) * options.scale
-    grouped = tile_tokens.reshape(tile_q, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-    grouped = grouped.reshape(num_kv_heads, group * tile_q, head_dim)
     query_pos = tile.first_pos + jnp.arange(tile_q)
     num_keys = tile.first_pos + tile.num_tokens
 
@@ -234,7 +231,7 @@ def _attend_tile(
         key_pos = first_block * block_size + chunk * chunk_tokens + jnp.arange(chunk_tokens)
         written = (key_pos < num_keys)[None]
         k, v = gather_chunk(kv, ids[None], written, tuning.decode.branch_on_partial_chunks)  # [1, K, C, H]
-        scores = jnp.einsum("kqh,kch->kqc", grouped, k[0], precision=precision)
+        scores = jnp.einsum("kqh,kch->kqc", q, k[0], precision=precision)
         seen = written & visible(query_pos[:, None], key_pos[None, :], options.window)  # [tile_q, C]
         scores = softcapped(scores, options.softcap).reshape(num_kv_heads, group, tile_q, chunk_tokens)
         scores = jnp.where(seen, scores, MASK_VALUE).reshape(num_kv_heads, group * tile_q, chunk_tokens)
@@ -243,8 +240,5 @@ def _attend_tile(
     first_key = 0 if options.window is None else jnp.maximum(tile.first_pos - options.window + 1, 0)
     num_shared = plan.num_shared_chunks * plan.shared_blocks
     first_block = num_shared + first_key // block_size  # with a window nothing is shared
-    state = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(num_kv_heads, group * tile_q, *x.shape[3:]), begun)
     num_chunks = (num_keys - first_block * block_size + chunk_tokens - 1) // chunk_tokens
-    state = jax.lax.fori_loop(0, num_chunks, turn, state)
-    out = state.result().reshape(num_kv_heads, group, tile_q, head_dim)
-    return out.transpose(2, 0, 1, 3).reshape(tile_q, num_heads, head_dim)
+    return jax.lax.fori_loop(0, num_chunks, turn, state).result()

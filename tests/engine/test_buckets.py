@@ -39,3 +39,13 @@ def test_what_overruns_the_limits_is_no_step():
         BucketTable(4, 32).select(33, 4, decode_only=False)
     with pytest.raises(ValueError, match="at least"):
         BucketTable(8, 4)
+
+
+@given(rows=st.integers(1, 300), more=st.integers(0, 3000))
+def test_mixed_buckets_that_serve_decode_leave_no_gap(rows, more):
+    table = BucketTable(rows, rows + more, mixed_serves_decode=True)
+    assert not {bucket.num_tokens for bucket in table.decode} & {bucket.num_tokens for bucket in table.mixed}
+    for num_rows in range(1, rows + 1):
+        bucket = table.select(num_rows, num_rows, decode_only=True)
+        assert num_rows <= bucket.num_rows
+        assert bucket.num_tokens <= max(2 * num_rows, 1) or bucket == table.mixed[0]
