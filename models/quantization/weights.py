@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from ..errors import ModelConfigError
 from .spec import WeightSpec, WeightSpecs, can_fuse
 
 WORD_BITS = 32
@@ -25,19 +26,21 @@ WORD_BITS = 32
 )
 @dataclass(frozen=True)
 class IntWeight:
-    """Codes of 4 or 8 bits with a scale for each group of input columns (weights of 2 and 3 bits are kept in 4).
+    """Signed codes of 4 or 8 bits with a scale for each group of input columns (2 and 3 bits are kept in 4).
 
-    ``w[o, i] = (code[o, i] - zero[o, i // group]) * scale[o, i // group] + minimum[o, i // group]``, in which an
-    absent zero is ``2 ** (bits - 1)``, unless there is a ``minimum``: then it is 0. A zero and a minimum are never
-    both there. Column i is multiplied by ``x[permutation[i]]`` where there is a permutation.
+    ``w[o, i] = (code[o, i] - zero[o, i // group]) * scale[o, i // group]``; an absent zero is 0. Formats that count
+    codes and zero points from 0 have ``2 ** (bits - 1)`` taken off both. With a ``minimum`` there is no zero, and
+    ``w = (code + 2 ** (bits - 1)) * scale + minimum``. Column i is multiplied by ``x[permutation[i]]`` where there is
+    a permutation.
     """
 
     packed: jax.Array
-    """i32 ``[out, in * bits / 32]``. Code i of a row is in word ``i * bits // 32``, first code lowest."""
+    """i32 ``[out, in * bits / 32]``, codes in two's complement, the first of a word in its lowest bits: the bytes of
+    ``int4`` or ``int8 [out, in]``."""
     scale: jax.Array
     """``[out, in / group]``, in the type the model runs in; group = in where one scale serves a whole row."""
     zero: jax.Array | None = None
-    """u8 ``[out, in / group]``, 0 to 2**bits."""
+    """i8 ``[out, in / group]``."""
     minimum: jax.Array | None = None
     """Like ``scale``. Only GGUF's Q4_1 has it."""
     permutation: jax.Array | None = None
@@ -105,21 +108,28 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QUANTIZED_TYPES)
 
 
+_WITHOUT_ROWS = ("permutation", "input_scale")
+
+
+def is_split(field: str, array: Any, *, by_rows: bool) -> bool:
+    """Whether devices share a field of a weight, whose rows or columns they share. One scale for all columns is had by
+    each, and so is what has no rows."""
+    return field not in _WITHOUT_ROWS and (by_rows or array.shape[1] > 1)
+
+
 def rows_of(weight: Any, take: Callable[[jax.Array], jax.Array]) -> Any:
     """An ``IntWeight`` or ``Float8Weight`` with ``take`` applied to every array that has output rows."""
-    kept = {"permutation", "input_scale"}
     fields = {
-        name: value if name in kept or value is None or isinstance(value, str | int) else take(value)
+        name: value if name in _WITHOUT_ROWS or value is None or isinstance(value, str | int) else take(value)
         for name, value in vars(weight).items()
     }
     return type(weight)(**fields)
 
 
 def unpack_codes(packed: jax.Array, bits: int) -> jax.Array:
-    """i32 words ``[out, words]`` → i32 codes ``[out, words * 32 / bits]``."""
-    shifts = jnp.arange(0, WORD_BITS, bits, dtype=jnp.int32)
-    codes = (packed[..., None] >> shifts) & ((1 << bits) - 1)
-    return codes.reshape(packed.shape[0], -1)
+    """i32 words ``[out, words]`` → signed i32 codes ``[out, words * 32 / bits]``."""
+    lower = jnp.arange(WORD_BITS - bits, -1, -bits, dtype=jnp.int32)
+    return ((packed[..., None] << lower) >> (WORD_BITS - bits)).reshape(packed.shape[0], -1)
 
 
 def dequantize(weight: IntWeight | Float8Weight, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -132,10 +142,12 @@ def dequantize(weight: IntWeight | Float8Weight, dtype: jax.typing.DTypeLike) ->
         return values.reshape(out_size, in_size).astype(dtype)
     codes = unpack_codes(weight.packed, weight.bits).reshape(groups)
     if weight.minimum is not None:
-        values = codes.astype(jnp.float32) * scale + weight.minimum.astype(jnp.float32)[..., None]
+        counted = codes + (1 << (weight.bits - 1))
+        values = counted.astype(jnp.float32) * scale + weight.minimum.astype(jnp.float32)[..., None]
     else:
-        zero: Any = 1 << (weight.bits - 1) if weight.zero is None else weight.zero.astype(jnp.int32)[..., None]
-        values = (codes - zero).astype(jnp.float32) * scale
+        if weight.zero is not None:
+            codes = codes - weight.zero.astype(jnp.int32)[..., None]
+        values = codes.astype(jnp.float32) * scale
     return values.reshape(out_size, in_size).astype(dtype)
 
 
@@ -159,6 +171,11 @@ def _empty_quantized(
     spec: WeightSpec, out_size: int, in_size: int, dtype: jax.typing.DTypeLike, shards_and_parts: tuple[int, int]
 ) -> IntWeight | Float8Weight:
     input_shards, num_parts = shards_and_parts
+    if in_size % input_shards or (spec.kind == "int" and in_size // input_shards * spec.device_bits % WORD_BITS):
+        raise ModelConfigError(
+            f"quantization: {in_size} input columns over {input_shards} devices: each needs a multiple of "
+            f"{WORD_BITS // spec.device_bits} columns for weights of {spec.device_bits} bits"
+        )
     num_groups = in_size // spec.group_on_device(in_size, input_shards)
     if spec.kind == "float8":
         return Float8Weight(
@@ -171,7 +188,7 @@ def _empty_quantized(
     return IntWeight(
         packed=jnp.zeros((out_size, in_size * spec.device_bits // WORD_BITS), jnp.int32),
         scale=scale,
-        zero=jnp.zeros(scale.shape, jnp.uint8) if spec.has_zero else None,
+        zero=jnp.zeros(scale.shape, jnp.int8) if spec.has_zero else None,
         minimum=jnp.zeros(scale.shape, dtype) if spec.has_minimum else None,
         permutation=jnp.zeros((in_size,), jnp.int32) if spec.act_order else None,
         bits=spec.device_bits,
