@@ -44,6 +44,8 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.92
+    kv_cache_dtype: str = "auto"
+    """auto (the model's type), fp8 (fp8_e4m3), bfloat16, float16 or float32."""
     kv_cache_memory_bytes: int | None = None
     """None: 1 GiB on CPU, what is left on GPU."""
     scheduling_policy: str = "fcfs"

@@ -25,6 +25,14 @@ DTYPES = {
     "float16": "float16",
     "half": "float16",
 }
+KV_CACHE_DTYPES = {
+    "auto": "auto",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+}
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -56,6 +64,8 @@ class CacheConfig:
     enable_prefix_caching: bool
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    dtype: str = "auto"
+    """Of keys and values; auto: the model's."""
     gpu_memory_utilization: float = 0.92
     swap_bytes: int = 0
     """Host memory for the second tier, for each device."""
@@ -123,6 +133,7 @@ class EngineConfig:
                 enable_prefix_caching=args.enable_prefix_caching,
                 num_blocks=args.num_gpu_blocks_override,
                 memory_bytes=args.kv_cache_memory_bytes,
+                dtype=KV_CACHE_DTYPES[args.kv_cache_dtype],
                 gpu_memory_utilization=args.gpu_memory_utilization,
                 swap_bytes=int(args.swap_space * GIB),
             ),
@@ -285,6 +296,9 @@ class EngineConfig:
 def _check_choices(args: EngineArgs) -> None:
     if args.dtype not in DTYPES:
         raise ConfigError(f"dtype {args.dtype!r} is unknown; known: {', '.join(DTYPES)}")
+    if args.kv_cache_dtype not in KV_CACHE_DTYPES:
+        known = ", ".join(KV_CACHE_DTYPES)
+        raise ConfigError(f"kv_cache_dtype {args.kv_cache_dtype!r} is not supported; known: {known}")
     if args.load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format {args.load_format!r} is not supported; known: {', '.join(LOAD_FORMATS)}")
     if args.attention_backend not in ("auto", "xla", "mosaic"):

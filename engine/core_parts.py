@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from ..models.decoder_config import DecoderConfig
 from ..models.kv_cache import KVCacheSpec
 from ..pallas_kernels.dispatch import AttentionShape, Choice, Device, select_implementation
+from ..pallas_kernels.float8 import storage_dtype
 from ..pallas_kernels.work_lists import WorkListSpec
 from .admission import QueueLimits
 from .config import EngineConfig
@@ -62,7 +63,13 @@ def _attention_shape(
         head_dim=decoder.head_dim,
         block_size=config.block_size,
         dtype=dtype.name,
+        kv_dtype=kv_dtype(config, dtype).name,
     )
+
+
+def kv_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """The type of keys and values in the cache of a model that runs in ``dtype``."""
+    return dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype)
 
 
 def state_spec(config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, num_blocks: int) -> StateSpec:
@@ -74,7 +81,7 @@ def state_spec(config: EngineConfig, decoder: DecoderConfig, dtype: jnp.dtype, n
             num_kv_heads=decoder.num_kv_heads,
             block_size=config.block_size,
             head_dim=decoder.head_dim,
-            dtype=dtype,
+            dtype=storage_dtype(kv_dtype(config, dtype)),
         ),
         max_num_seqs=config.max_num_seqs,
         max_blocks=config.max_blocks_per_request,

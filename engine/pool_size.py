@@ -49,7 +49,7 @@ def check_weights_fit(config: EngineConfig, weights: int, small: StateSpec, mesh
     """
     memory = _memory(config, small, mesh, weights)
     if memory is not None:
-        check_room(memory, config, dtype=small.kv.dtype.name, platform=mesh.devices.flat[0].platform)
+        check_room(memory, config, dtype=small.dtype.name, platform=mesh.devices.flat[0].platform)
 
 
 def choose_num_blocks(config: EngineConfig, model: LoadedModel, small: StateSpec, buckets: BucketTable) -> int:
@@ -73,7 +73,7 @@ def choose_num_blocks(config: EngineConfig, model: LoadedModel, small: StateSpec
         sizes += [memory.pool] if memory is not None else []
         num_blocks = max(2, min(sizes) // block)
     if memory is not None:
-        check_room(memory, config, dtype=small.kv.dtype.name, platform=platform, num_blocks=num_blocks)
+        check_room(memory, config, dtype=small.dtype.name, platform=platform, num_blocks=num_blocks)
     logger.info("KV cache: %s, %d blocks of %d tokens", gib(num_blocks * block), num_blocks, config.block_size)
     return num_blocks
 

@@ -118,6 +118,8 @@ class DecoderConfig:
     attention_softcap: float | None = None
     final_softcap: float | None = None
     attention_sinks: bool = False
+    scales_kv: bool = False
+    """The KV pool holds keys and values divided by two numbers of each layer: for pools of float8."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     """Multiplies what each sublayer adds to the residual stream (Granite)."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ..pallas_kernels.float8 import as_bits, number_dtype
+
 
 @dataclass(frozen=True)
 class KVCacheSpec:
@@ -16,6 +18,7 @@ class KVCacheSpec:
     block_size: int
     head_dim: int
     dtype: jnp.dtype
+    """Of the arrays: uint8 for a pool of float8_e4m3fn (``pallas_kernels.float8``)."""
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int, int]:
@@ -31,13 +34,27 @@ class KVCacheSpec:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
 
-def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+def write_kv(
+    kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, kv_scales: jax.Array | None = None
+) -> jax.Array:
     """Writes this step's keys and values into a layer's pool.
 
     kv ``[B, 2, K, S, H]``; k, v ``[T, K, H]``; slot_mapping i32[T]. A slot outside the pool
-    (padding) is dropped, never clamped.
+    (padding) is dropped, never clamped. With ``kv_scales`` f32[2] the pool gets k and v divided by them. What a
+    narrower pool cannot hold becomes the largest that it can; NaN stays NaN, so that it is seen in the logits.
     """
     block_size = kv.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    new = jnp.stack([k, v], axis=1).astype(kv.dtype)  # [T, 2, K, H]
-    return kv.at[block, :, :, offset].set(new, mode="drop")
+    new = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
+    if kv_scales is not None:
+        new = new.astype(jnp.float32) / kv_scales[:, None, None]
+    new = _saturated(new, number_dtype(kv.dtype))
+    return kv.at[block, :, :, offset].set(as_bits(new) if kv.dtype == jnp.uint8 else new, mode="drop")
+
+
+def _saturated(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``x`` as ``dtype``; beyond its range a plain cast would give NaN (float8) or infinity."""
+    largest = float(jnp.finfo(dtype).max)
+    if largest < float(jnp.finfo(x.dtype).max):
+        x = jnp.clip(x.astype(jnp.float32), -largest, largest)
+    return x.astype(dtype)

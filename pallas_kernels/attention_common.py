@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .float8 import as_bits, as_numbers
+
 MASK_VALUE = -1e30
 """A masked score. Finite, so that a row with no key at all stays free of NaN (-inf minus -inf)."""
 
@@ -58,7 +60,8 @@ def check_attention_inputs(
     if num_heads % num_kv_heads:
         raise ValueError(f"the {num_heads} query heads are no multiple of the {num_kv_heads} KV heads")
     for name, array in (("q", q), ("kv", kv)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
+        is_float8 = name == "kv" and array.dtype == jnp.uint8
+        if not is_float8 and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating point; got {array.dtype}")
     for name, array in (("block_tables", block_tables), ("seq_lens", seq_lens)):
         if array.dtype != jnp.int32:
@@ -78,6 +81,16 @@ def check_kv_scales(scales: jax.Array | None) -> None:
     """Raises ValueError unless ``scales`` is f32[2] or None."""
     if scales is not None and (jnp.shape(scales) != (2,) or scales.dtype != jnp.float32):
         raise ValueError(f"kv_scales must be float32 [2]; got {scales.dtype} {jnp.shape(scales)}")
+
+
+def attend_scaled(attend: Callable[[jax.Array], jax.Array], q: jax.Array, kv_scales: jax.Array | None) -> jax.Array:
+    """``attend(q)`` over a pool whose keys and values are to be multiplied by ``kv_scales`` f32[2]; in q's type.
+
+    Queries carry the factor of the keys, the result that of the values, so nothing of the pool's size is multiplied.
+    """
+    if kv_scales is None:
+        return attend(q)
+    return (attend(q.astype(jnp.float32) * kv_scales[0]) * kv_scales[1]).astype(q.dtype)
 
 
 def array_module(array: Any) -> Any:
@@ -153,7 +166,7 @@ def gather_chunk(
     num_rows, chunk_tokens = written.shape
     shape = (num_rows, num_kv_heads, chunk_tokens, head_dim)
     # One long row of the gather is the S keys of one block and head.
-    flat = kv.reshape(num_blocks * 2 * num_kv_heads, block_size * head_dim)
+    flat = as_bits(kv).reshape(num_blocks * 2 * num_kv_heads, block_size * head_dim)
     first = block_ids[:, None, :] * (2 * num_kv_heads) + jnp.arange(num_kv_heads)[:, None]  # [W, K, blocks]
     first = first.reshape(-1)
 
@@ -172,7 +185,8 @@ def gather_chunk(
     else:
         k, v = both(gather_and_zero)
 
-    return k.astype(jnp.float32).reshape(shape), v.astype(jnp.float32).reshape(shape)
+    k, v = (as_numbers(x).astype(jnp.float32).reshape(shape) for x in (k, v))
+    return k, v
 
 
 def check_work(work: object, kind: type[Work]) -> Work | None:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from .compat import mosaic_missing
+from .float8 import FLOAT8
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,9 @@ class AttentionShape:
     head_dim: int
     block_size: int
     dtype: str
-    """Of queries, keys and values."""
+    """Of queries."""
+    kv_dtype: str | None = None
+    """Of keys and values in the pool; None: as queries."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,10 @@ def check_mosaic_shapes(shape: AttentionShape) -> None:
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value}: the mosaic kernels take {', '.join(map(str, allowed))}")
+    if shape.kv_dtype not in (None, shape.dtype, FLOAT8.name):
+        raise ValueError(
+            f"a KV cache of {shape.kv_dtype}: the mosaic kernels take one of the model's type, {shape.dtype}, or of fp8"
+        )
 
 
 def check_implementation(name: str) -> None:

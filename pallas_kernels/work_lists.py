@@ -32,7 +32,8 @@ class WorkListSpec:
     ) -> "WorkListSpec":
         """``shape``: of one device's share of the heads; ``windows``: of the layers, repetitions allowed."""
         q = jax.ShapeDtypeStruct((1, shape.num_heads, shape.head_dim), jnp.dtype(shape.dtype))
-        kv = jax.ShapeDtypeStruct((1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), q.dtype)
+        kv_dtype = jnp.dtype(shape.kv_dtype or shape.dtype)
+        kv = jax.ShapeDtypeStruct((1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), kv_dtype)
         distinct = dict.fromkeys(windows)
         return cls(tuple(work_spec(q, kv, max_blocks, window=window, interpret=interpret) for window in distinct))
 

@@ -33,7 +33,7 @@ NOT_BUILT_VALUES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("cpu-offload-gb", "kv-offloading-size", "long-prefill-token-threshold", "node-rank"), ("0", "0.0")
     ),
-    **dict.fromkeys(("kv-cache-dtype", "tokenizer-mode", "config-format", "chat-template-content-format"), ("auto",)),
+    **dict.fromkeys(("tokenizer-mode", "config-format", "chat-template-content-format"), ("auto",)),
     "ssl-cert-reqs": ("0",),
     "watermark": ("0", "0.0"),
     "logprobs-mode": ("raw_logprobs",),
@@ -223,6 +223,7 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     group.add_argument("--num-gpu-blocks-override", type=human_int, help="KV blocks, on CPU too")
     group.add_argument("--gpu-memory-utilization", type=float, default=0.92, help="share of GPU memory to use")
+    group.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's), fp8, bfloat16, float16, float32")
     group.add_argument("--kv-cache-memory-bytes", type=human_int, help="size of the KV cache; default on CPU: 1 GiB")
     group.add_argument("--scheduling-policy", default="fcfs", help="fcfs, or priority: lower values run earlier")
     group.add_argument("--max-num-queued-reqs", type=human_int, default=16384, help="more are answered 503")

@@ -26,6 +26,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=flags.human_int, help="requests in a step; default: 256")
     parser.add_argument("--max-num-batched-tokens", type=flags.human_int, help="tokens in a step; default: 2048")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16), bfloat16, float16, float32")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's), fp8, bfloat16, float16, float32")
     parser.add_argument("--block-size", type=flags.human_int, default=16, help="tokens in a KV block")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, help="share of GPU memory to use")
     parser.add_argument("--swap-space", type=float, default=0.0, help="GiB of host memory per GPU for KV blocks")

@@ -30,7 +30,8 @@ class Attention(nnx.Module):
     """q, k, v → norm → rope → write to the pool → attend → o.
 
     Parameters: ``qkv`` (rows of q, then k, then v: ``[(N + 2 K) H, D]``; on several shards each shard's share of
-    them), ``o [D, N H]``, and by config ``q_norm``, ``k_norm`` and ``sinks f32[N]``.
+    them), ``o [D, N H]``, and by config ``q_norm``, ``k_norm``, ``sinks f32[N]`` and ``kv_scales f32[2]``, what the
+    pool's keys and values are to be multiplied by.
     """
 
     def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, placement: Placement) -> None:
@@ -45,6 +46,8 @@ class Attention(nnx.Module):
             )
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.attention_sinks else None
+        # Each shard has all of them: they are the layer's.
+        self.kv_scales = nnx.Param(jnp.ones((2,), jnp.float32)) if config.scales_kv else None
         # Not the config itself: layers that differ only in what happens outside them share one trace.
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qk_norm, self.scale, self.softcap = config.qk_norm, config.scale, config.attention_softcap
@@ -58,18 +61,18 @@ class Attention(nnx.Module):
         q, k, v = self._project(x)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        sinks = None if self.sinks is None else self.sinks[...]
+        sinks, kv_scales = (None if param is None else param[...] for param in (self.sinks, self.kv_scales))
         attend = self._attend
         if self.placement.num_shards > 1:
             # Heads are independent, but XLA cannot see that through the kernel and would gather the whole pool.
             attend = jax.shard_map(
                 attend,
                 mesh=self.placement.mesh,
-                in_specs=(_HEADS, _HEADS, _HEADS, _POOL, P(), P(TP_AXIS)),
+                in_specs=(_HEADS, _HEADS, _HEADS, _POOL, P(), P(TP_AXIS), P()),
                 out_specs=(_HEADS, _POOL),
                 check_vma=False,
             )
-        attended, kv = attend(q, k, v, kv, metadata, sinks)
+        attended, kv = attend(q, k, v, kv, metadata, sinks, kv_scales)
         return self.o(attended.reshape(x.shape[0], -1)), kv
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -94,9 +97,10 @@ class Attention(nnx.Module):
         kv: jax.Array,
         metadata: AttentionMetadata,
         sinks: jax.Array | None,
+        kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """q ``[T, N, H]``, k and v ``[T, K, H]`` → ``[T, N, H]`` and the pool; a shard's own heads on several."""
-        kv = write_kv(kv, k, v, metadata.slot_mapping)
+        kv = write_kv(kv, k, v, metadata.slot_mapping, kv_scales)
         scale, window, softcap = self.scale, self.window, self.softcap
         tables, lengths = metadata.block_tables, metadata.seq_lens
         implementation, interpret = self.placement.implementation, self.placement.interpret
@@ -113,6 +117,7 @@ class Attention(nnx.Module):
                 sinks=sinks,
                 implementation=implementation,
                 interpret=interpret,
+                kv_scales=kv_scales,
                 work=work,
             )
         else:
@@ -128,6 +133,7 @@ class Attention(nnx.Module):
                 sinks=sinks,
                 implementation=implementation,
                 interpret=interpret,
+                kv_scales=kv_scales,
                 work=work,
             )
         return attended, kv

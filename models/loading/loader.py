@@ -19,6 +19,7 @@ from ..sharding import as_in_checkpoint
 from .dummy import dummy_params
 from .errors import LoadError, name_list
 from .gguf_source import GGUFSource
+from .kv_scales import kv_scale_pattern, read_kv_scales, split_off_kv_scales
 from .resolve import ResolvedModel, WeightFormat, resolve_model
 from .safetensors_source import SafetensorsSource
 from .source import WeightSource
@@ -51,13 +52,16 @@ def load_params(
     if load_format == "dummy":
         return dummy_params(decoder_config, dtype=dtype, mesh=mesh)
     targets, treedef = param_targets(decoder_config, dtype, mesh)
+    kv_scales, targets_of_mappings = split_off_kv_scales(targets)
     mappings = [
         mapping.split_as(decoder_config) for mapping in architecture.weight_mappings(as_in_checkpoint(decoder_config))
     ]
-    _check_mappings(mappings, targets, architecture.name)
+    _check_mappings(mappings, targets_of_mappings, architecture.name)
     with closing(_open(model_path, load_format, mappings)) as source:
-        _check_tensors(source, mappings, architecture.ignorable_names(decoder_config), model_path)
-        arrays = _read(source, mappings, targets, progress)
+        ignorable = (*architecture.ignorable_names(decoder_config), kv_scale_pattern(architecture))
+        _check_tensors(source, mappings, ignorable, model_path)
+        arrays = read_kv_scales(source, architecture, kv_scales)
+        arrays |= _read(source, mappings, targets, progress)
     return treedef.unflatten([arrays[name] for name in targets])
 
 

@@ -74,7 +74,9 @@ class SafetensorsSource:
         info = self.tensors[name]
         try:
             with self._lock:
-                found = self._handle(info.file).get_slice(name)
+                handle = self._handle(info.file)
+                # A single number has no rows.
+                found = handle.get_slice(name) if info.shape else handle.get_tensor(name).reshape(1)
                 rows = found[start:stop] if columns is None else found[start:stop, columns]
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot be read: {error}", file=info.file, tensor=name) from error

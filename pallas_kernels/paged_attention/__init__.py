@@ -4,10 +4,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ..attention_common import AttentionOptions, check_attention_inputs, check_kv_scales, check_work
+from ..attention_common import AttentionOptions, attend_scaled, check_attention_inputs, check_kv_scales, check_work
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
+from ..float8 import FLOAT8, as_numbers
 from ..tuning import current_gpu, facts_of, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import WorkPlan, WorkSpec
@@ -37,7 +37,7 @@ def paged_attention(
       q: ``[R, N, H]``; row r's query stands at position ``seq_lens[r] - 1``, and its own key and value are
         already in the pool.
       kv: ``[B, 2, K, S, H]``, one layer's pool, keys at index 0 and values at 1; N is a multiple of K. What the
-        pool holds outside a row's tokens is never used, even if it is NaN.
+        pool holds outside a row's tokens is never used, even if it is NaN. uint8 is float8_e4m3fn (``float8.py``).
       block_tables: i32 ``[R, max_blocks]``, the row's block ids in order; entries past the length are ignored.
       seq_lens: i32 ``[R]``, at most ``max_blocks * S``; a row of length 0 gives zeros.
       scale: factor on q · k.
@@ -46,8 +46,7 @@ def paged_attention(
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
       implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
-      kv_scales: f32[2], what the pool's keys and values are to be multiplied by, for a pool of float8_e4m3fn;
-        None: 1.
+      kv_scales: f32[2], what the pool's keys and values are to be multiplied by, for a pool of float8; None: 1.
       work: what the layers of a step share, planned for these rows: for "mosaic" by ``work_spec``, for "xla" by
         ``plan_rows`` (``xla.py``); seq_lens is then not looked at. None: it is planned in-graph, a handful of small
         launches.
@@ -68,6 +67,7 @@ def paged_attention(
     if implementation == "xla":
         plan = check_work(work, RowPlan)
         return _paged_attention(q, kv, block_tables, seq_lens, sinks, kv_scales, plan, options=options)
+    kv = as_numbers(kv)
     spec = work_spec(q, kv, block_tables.shape[1], window=window, interpret=interpret)
     planned = check_work(work, WorkPlan)
     return _paged_attention_mosaic(
@@ -107,11 +107,7 @@ def _paged_attention(
     options: AttentionOptions,
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
-    if scales is None:
-        return paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options, plan)
-    scaled_q = q.astype(jnp.float32) * scales[0]
-    out = paged_attention_xla(scaled_q, kv, block_tables, seq_lens, sinks, options, plan)
-    return (out * scales[1]).astype(q.dtype)
+    return attend_scaled(lambda q: paged_attention_xla(q, kv, block_tables, seq_lens, sinks, options, plan), q, scales)
 
 
 def _mosaic_tuning(
@@ -121,7 +117,7 @@ def _mosaic_tuning(
     kernel cannot serve."""
     num_kv_heads, block_size, head_dim = kv.shape[2:]
     check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
-    if kv.dtype not in (q.dtype, jnp.float8_e4m3fn):
+    if kv.dtype not in (q.dtype, FLOAT8):
         raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of float8_e4m3fn; got {kv.dtype}")
     tuned = None
     if interpret is None and (gpu := current_gpu()):

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention_common import AttentionOptions, check_attention_inputs, check_work
+from ..attention_common import AttentionOptions, attend_scaled, check_attention_inputs, check_kv_scales, check_work
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
+from ..float8 import as_numbers
 from ..paged_attention import work_spec as decode_work_spec
 from ..tuning import current_gpu, facts_of, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
@@ -30,6 +31,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: Any = None,
+    kv_scales: jax.Array | None = None,
     work: object | None = None,
 ) -> jax.Array:
     """Causal attention of the tokens of this step, packed row after row.
@@ -38,7 +40,7 @@ def ragged_paged_attention(
       q: ``[T, N, H]``; row r's queries are the tokens ``query_start_loc[r]:query_start_loc[r+1]``, at the
         positions ``seq_lens[r] - query_len .. seq_lens[r] - 1``. Their keys and values are already in the pool.
       kv: ``[B, 2, K, S, H]``, one layer's pool, keys at index 0 and values at 1; N is a multiple of K. What the
-        pool holds outside a row's tokens is never used, even if it is NaN.
+        pool holds outside a row's tokens is never used, even if it is NaN. uint8 is float8_e4m3fn (``float8.py``).
       block_tables: i32 ``[R, max_blocks]``, the row's block ids in order; entries past the length are ignored.
       query_start_loc: i32 ``[R+1]``, prefix sum of the rows' query counts, from 0; a count may be 0. Tokens
         from ``query_start_loc[R]`` on are padding and give zeros.
@@ -49,6 +51,7 @@ def ragged_paged_attention(
       sinks: ``[N]``, a logit per head that joins the softmax's denominator and has no value.
       implementation: "xla" or "mosaic", see ``dispatch.select_implementation``.
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
+      kv_scales: f32[2], what the pool's keys and values are to be multiplied by, for a pool of float8; None: 1.
       work: what the layers of a step share, planned for these tokens and rows: for "mosaic" by ``work_spec``, for
         "xla" by ``plan_tokens`` (``xla.py``); query_start_loc and seq_lens are then not looked at. None: it is planned
         in-graph, some dozen small launches.
@@ -68,13 +71,16 @@ def ragged_paged_attention(
             f"got {query_start_loc.dtype} {query_start_loc.shape}"
         )
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
+    check_kv_scales(kv_scales)
+    lengths, more = (query_start_loc, seq_lens), (sinks, kv_scales)
     if implementation == "xla":
         plan = check_work(work, TokenPlan)
-        return _ragged_paged_attention(q, kv, block_tables, query_start_loc, seq_lens, sinks, plan, options=options)
+        return _ragged_paged_attention(q, kv, block_tables, *lengths, *more, plan, options=options)
+    kv = as_numbers(kv)
     spec = work_spec(q, kv, block_tables.shape[1], window=window, interpret=interpret)
-    lengths, planned = (query_start_loc, seq_lens), check_work(work, MixedWorkPlan)
+    planned = check_work(work, MixedWorkPlan)
     return _ragged_paged_attention_mosaic(
-        q, kv, block_tables, *lengths, sinks, planned, options=options, spec=spec, interpret=interpret
+        q, kv, block_tables, *lengths, *more, planned, options=options, spec=spec, interpret=interpret
     )
 
 
@@ -103,11 +109,15 @@ def _ragged_paged_attention(
     query_start_loc: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    scales: jax.Array | None,
     plan: TokenPlan | None,
     options: AttentionOptions,
 ) -> jax.Array:
     """An inner jit: the layers of a model with equal shapes and options share one trace."""
-    return ragged_paged_attention_xla(q, kv, block_tables, query_start_loc, seq_lens, sinks, options, plan)
+    lengths = (query_start_loc, seq_lens)
+    return attend_scaled(
+        lambda q: ragged_paged_attention_xla(q, kv, block_tables, *lengths, sinks, options, plan), q, scales
+    )
 
 
 def _mosaic_tuning(
@@ -133,6 +143,7 @@ def _ragged_paged_attention_mosaic(
     query_start_loc: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
     work: MixedWorkPlan | None,
     options: AttentionOptions,
     spec: WorkSpec,

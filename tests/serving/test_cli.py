@@ -93,7 +93,7 @@ def test_not_human_int(text):
         (["--enable-lora"], "--enable-lora"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill"),
         (["-pp", "2"], "--pipeline-parallel-size"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "fp8_e5m2"),
         (["--scheduling_policy", "longest"], "scheduling_policy"),
         (["--max-num-queued-tokens", "0"], "max_num_queued_tokens"),
         (["--speculative-config", "{}"], "--speculative-config"),
