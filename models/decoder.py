@@ -6,7 +6,8 @@ Its parameters travel as a plain tree of dicts and lists, so that jit flattens t
      "layers": [{"attention_norm": {"weight"}, "attention": {"qkv": {"weight"}, "o": {"weight"}},
                  "mlp_norm": {"weight"}, "mlp": {"gate_up": {"weight"}, "down": {"weight"}}}, ...]}
 
-plus biases, q/k norms, post norms and sinks where the config has them.
+plus biases, q/k norms, post norms and sinks where the config has them, ``positions`` beside ``embed``, ``up`` in
+place of ``gate_up`` where an MLP has no gate, and ``router`` and ``experts`` in a mixture of experts.
 """
 
 from collections.abc import Mapping
@@ -21,12 +22,13 @@ from jax.sharding import Mesh, PartitionSpec
 from ..pallas_kernels.dispatch import Implementation
 from .attention_metadata import AttentionMetadata
 from .decoder_config import DecoderConfig, LayerSpec
-from .errors import ModelConfigError
 from .layers.attention import Attention
 from .layers.embedding import Embedding
-from .layers.mlp import MLP
-from .layers.norm import RMSNorm
+from .layers.mlp import MLP, PlainMLP
+from .layers.moe import MoE
+from .layers.norm import LayerNorm, RMSNorm, hidden_norm
 from .layers.rope import RopeTable, rope_table
+from .quantization.weights import is_split
 from .sharding import TP_AXIS, Placement
 
 Params = dict[str, Any]
@@ -37,34 +39,47 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each with its norms and residual."""
 
     def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, placement: Placement) -> None:
-        if layer.moe is not None:
-            raise ModelConfigError("mixture-of-experts layers are not supported")
 
-        def norm(wanted: bool) -> RMSNorm | None:
-            if not wanted:
-                return None
-            return RMSNorm(config.hidden_size, eps=config.norm_eps, plus_one=config.norm_plus_one, dtype=dtype)
+        def norm(wanted: bool) -> RMSNorm | LayerNorm | None:
+            return hidden_norm(config, dtype) if wanted else None
 
         before, after = config.norm_placement in ("pre", "both"), config.norm_placement in ("post", "both")
         self.attention_norm, self.attention_post_norm = norm(before), norm(after)
         self.attention = Attention(config, layer, dtype=dtype, placement=placement)
-        self.mlp_norm, self.mlp_post_norm = norm(before), norm(after)
-        self.mlp = MLP(config, dtype=dtype, num_shards=placement.num_shards)
-        self.residual_multiplier = config.residual_multiplier
+        self.mlp_norm, self.mlp_post_norm = norm(before and not config.parallel_block), norm(after)
+        self.mlp = _mlp(config, layer, dtype, placement)
+        self.residual_multiplier, self.parallel = config.residual_multiplier, config.parallel_block
 
     def __call__(
         self, x: jax.Array, kv: jax.Array, rope: RopeTable | None, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
         """``x [T, D]``, ``kv [B, 2, K, S, H]`` → the same, one layer further."""
-        attended, kv = self.attention(_maybe(self.attention_norm, x), kv, rope, metadata)
+        normed = _maybe(self.attention_norm, x)
+        attended, kv = self.attention(normed, kv, rope, metadata)
+        if self.parallel:
+            return self._add(x, attended + self._feed_forward(normed, kv, metadata)), kv
         x = self._add(x, _maybe(self.attention_post_norm, attended))
-        return self._add(x, _maybe(self.mlp_post_norm, self.mlp(_maybe(self.mlp_norm, x)))), kv
+        return self._add(x, _maybe(self.mlp_post_norm, self._feed_forward(_maybe(self.mlp_norm, x), kv, metadata))), kv
+
+    def _feed_forward(self, x: jax.Array, kv: jax.Array, metadata: AttentionMetadata) -> jax.Array:
+        if not isinstance(self.mlp, MoE):
+            return self.mlp(x)
+        num_slots = kv.shape[0] * kv.shape[3]
+        return self.mlp(x, metadata.slot_mapping < num_slots)
 
     def _add(self, x: jax.Array, update: jax.Array) -> jax.Array:
         return x + (update if self.residual_multiplier == 1.0 else update * self.residual_multiplier)
 
 
-def _maybe(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+def _mlp(config: DecoderConfig, layer: LayerSpec, dtype: jnp.dtype, placement: Placement) -> MLP | PlainMLP | MoE:
+    if layer.moe is not None:
+        return MoE(config, layer.moe, dtype=dtype, placement=placement)
+    if not config.gated_mlp:
+        return PlainMLP(config, layer, dtype=dtype, num_shards=placement.num_shards)
+    return MLP(config, dtype=dtype, num_shards=placement.num_shards, layer=layer)
+
+
+def _maybe(norm: RMSNorm | LayerNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
@@ -101,10 +116,12 @@ class Decoder(nnx.Module):
         placement.check(config)
         self.config, self.placement = config, placement
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        table = config.learned_positions
+        self.positions = None if table is None else Embedding(table, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             [DecoderLayer(config, layer, dtype=dtype, placement=placement) for layer in config.layers]
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, plus_one=config.norm_plus_one, dtype=dtype)
+        self.norm = hidden_norm(config, dtype)
         self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
 
     def __call__(
@@ -120,6 +137,8 @@ class Decoder(nnx.Module):
         x = self.embed.embed(token_ids)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
+        if self.positions is not None:
+            x = x + self.positions.embed(metadata.positions)
         if self.placement.implementation == "xla" and not metadata.work:
             windows = (spec.window for spec in self.config.layers)
             metadata = metadata.with_xla_plans(windows, kv_caches[0].shape[3], self.placement.platform)
@@ -172,8 +191,8 @@ def merge(graphdef: nnx.GraphDef[Decoder], params: Mapping[str, Any]) -> Decoder
 def param_partition_specs(config: DecoderConfig) -> Params:
     """A PartitionSpec for every parameter, over the mesh axis "tp".
 
-    Rows are split for qkv, gate_up, embed and head, columns for o and down; the rest is replicated. Biases and
-    sinks go with the rows they belong to.
+    Rows are split for qkv, gate_up, up, embed and head, columns for o and down; the rest is replicated. Biases and
+    sinks go with the rows they belong to. Experts are split like dense layers, each over all devices.
     """
     _, params = abstract_params(config, jnp.float32)
     return jax.tree.map_with_path(_partition_spec, params)
@@ -181,8 +200,12 @@ def param_partition_specs(config: DecoderConfig) -> Params:
 
 def _partition_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
     names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    if names[-1] == "sinks" or names[-2] in ("qkv", "gate_up", "embed", "head"):
-        return PartitionSpec(TP_AXIS, *(None,) * (len(leaf.shape) - 1))
+    experts = (None,) if "experts" in names else ()
+    fields = [entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)]
+    if fields and not is_split(fields[-1], leaf, by_rows=names[-2] not in ("o", "down")):
+        return PartitionSpec()
+    if names[-1] == "sinks" or names[-2] in ("qkv", "gate_up", "up", "embed", "head"):
+        return PartitionSpec(*experts, TP_AXIS, *(None,) * (len(leaf.shape) - 1 - len(experts)))
     if names[-2] in ("o", "down") and names[-1] == "weight":
-        return PartitionSpec(None, TP_AXIS)
+        return PartitionSpec(*experts, None, TP_AXIS)
     return PartitionSpec()

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer (Shazeer 2020)."""
+"""The feed-forward layer, gated (Shazeer 2020) or not."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..decoder_config import Activation, DecoderConfig
+from ..decoder_config import Activation, DecoderConfig, LayerSpec
 from .linear import Linear
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -20,12 +20,23 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 class MLP(nnx.Module):
     """``[T, D] → [T, D]``: down(activation(gate x) * up x). ``gate_up.weight`` is gate's rows, then up's (on
-    several shards, each shard's share of them)."""
+    several shards, each shard's share of them). ``intermediate_size`` is the config's where not given; ``layer`` says
+    how the weights are quantised."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: jnp.dtype, num_shards: int = 1) -> None:
-        hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = Linear(hidden, 2 * ffn, bias=bias, dtype=dtype)
-        self.down = Linear(ffn, hidden, bias=bias, dtype=dtype)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: jnp.dtype,
+        num_shards: int = 1,
+        intermediate_size: int | None = None,
+        layer: LayerSpec | None = None,
+    ) -> None:
+        hidden, bias = config.hidden_size, config.mlp_bias
+        ffn = config.intermediate_size if intermediate_size is None else intermediate_size
+        gate_up, down = (() if layer is None else layer.weight_specs(name) for name in ("gate_up", "down"))
+        self.gate_up = Linear(hidden, (ffn, ffn), bias=bias, dtype=dtype, specs=gate_up)
+        self.down = Linear(ffn, hidden, bias=bias, dtype=dtype, specs=down, input_shards=num_shards)
         self.activation: Activation = config.activation
         self.sizes = (ffn, ffn)
         self.num_shards = num_shards
@@ -33,3 +44,17 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = self.gate_up.split(x, self.sizes, self.num_shards)
         return self.down(ACTIVATIONS[self.activation](gate) * up)
+
+
+class PlainMLP(nnx.Module):
+    """``[T, D] → [T, D]``: down(activation(up x)). ``layer`` says how the weights are quantised."""
+
+    def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, num_shards: int = 1) -> None:
+        hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.up = Linear(hidden, ffn, bias=bias, dtype=dtype, specs=layer.weight_specs("up"))
+        down = layer.weight_specs("down")
+        self.down = Linear(ffn, hidden, bias=bias, dtype=dtype, specs=down, input_shards=num_shards)
+        self.activation: Activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))

@@ -71,11 +71,18 @@ def rope_table(positions: jax.Array, spec: RopeSpec) -> RopeTable:
     return RopeTable(jnp.cos(angles) * spec.attention_factor, jnp.sin(angles) * spec.attention_factor)
 
 
-def apply_rope(x: jax.Array, table: RopeTable) -> jax.Array:
-    """Turns the leading rotary_dim elements of ``x [T, N, H]``; element i pairs with i + rotary_dim / 2."""
+def apply_rope(x: jax.Array, table: RopeTable, *, interleaved: bool = False) -> jax.Array:
+    """Turns the leading rotary_dim elements of ``x [T, N, H]``; element i pairs with i + rotary_dim / 2.
+
+    ``interleaved``: 2i pairs with 2i + 1.
+    """
     half = table.cos.shape[-1]
     cos, sin = table.cos[:, None, :], table.sin[:, None, :]
-    first = x[..., :half].astype(jnp.float32)
-    second = x[..., half : 2 * half].astype(jnp.float32)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate([part.astype(x.dtype) for part in turned] + [x[..., 2 * half :]], axis=-1)
+    turning, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    pairs = turning.reshape(*x.shape[:-1], half, 2) if interleaved else None
+    first = turning[..., :half] if pairs is None else pairs[..., 0]
+    second = turning[..., half:] if pairs is None else pairs[..., 1]
+    turned = [part.astype(x.dtype) for part in (first * cos - second * sin, second * cos + first * sin)]
+    if pairs is None:
+        return jnp.concatenate([*turned, rest], axis=-1)
+    return jnp.concatenate([jnp.stack(turned, axis=-1).reshape(*x.shape[:-1], 2 * half), rest], axis=-1)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from octavo.models.architectures.base import WeightMapping
 from octavo.models.attention_metadata import AttentionMetadata
-from octavo.models.decoder import Decoder, DecoderLayer, abstract_params, merge, param_partition_specs
+from octavo.models.decoder import DecoderLayer, abstract_params, merge, param_partition_specs
 from octavo.models.decoder_config import DecoderConfig, LayerSpec, MoESpec, RopeSpec
 from octavo.models.errors import ModelConfigError
 
@@ -160,10 +160,12 @@ def test_pieces_of_a_fused_weight() -> None:
         list(apart.pieces(3))
 
 
-def test_experts_refuse() -> None:
-    layer = LayerSpec(ROPE, moe=MoESpec(num_experts=4, experts_per_token=2, intermediate_size=16))
-    with pytest.raises(ModelConfigError, match="mixture-of-experts"):
-        Decoder(dataclasses.replace(CONFIG, layers=(layer,)), dtype=jnp.float32)
+@pytest.mark.parametrize("sizes", [(18, 16), (16, 18)], ids=["expert", "shared"])
+def test_experts_that_cannot_be_split_refuse(sizes: tuple[int, int]) -> None:
+    spec = MoESpec(num_experts=4, experts_per_token=2, intermediate_size=sizes[0], shared_intermediate_size=sizes[1])
+    config = dataclasses.replace(CONFIG, vocab_size=92, num_kv_heads=4, layers=(LayerSpec(ROPE, moe=spec),))
+    with pytest.raises(ModelConfigError, match="18 cannot be split over 4 devices"):
+        abstract_params(config, jnp.float32, mesh=jax.sharding.AbstractMesh((4,), ("tp",)))
 
 
 def test_a_wrong_number_of_pools_refuses() -> None:

@@ -1,0 +1,155 @@
+"""A mixture of experts in place of the dense MLP (Shazeer et al. 2017): dropless, its products grouped by expert.
+
+Tokens are sorted by expert, so that an expert's weights meet all of its tokens at once and are read once. XLA's own
+``jax.lax.ragged_dot`` is not used: on a CPU and on a GPU it multiplies every token by every expert, and writes an
+array ``[T, E, D]`` to do so (docs/architecture.md has the figures).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from ..decoder_config import Activation, DecoderConfig, MoESpec
+from ..errors import ModelConfigError
+from ..sharding import TP_AXIS, Placement
+from .linear import Linear, matmul
+from .mlp import ACTIVATIONS, MLP
+
+MAX_BLOCK_ROWS = 64
+"""Of a product with one expert's weights."""
+
+
+class Routing(NamedTuple):
+    """Which rows of the sorted tokens go to which expert. A = T * experts_per_token."""
+
+    tokens: jax.Array
+    """i32 ``[A]``: the token of each row, rows in the order of their experts; those of padding come last."""
+    places: jax.Array
+    """i32 ``[T, experts_per_token]``: the row of each token's choices."""
+    weights: jax.Array
+    """f32 ``[T, experts_per_token]``: what each choice counts."""
+    group_sizes: jax.Array
+    """i32 ``[E]``: rows of each expert; their sum leaves out padding."""
+    live: jax.Array
+    """bool ``[T]``: not padding."""
+
+
+def route(logits: jax.Array, live: jax.Array, spec: MoESpec) -> Routing:
+    """Router logits f32 ``[T, E]`` → the experts of each token; ``live`` bool ``[T]`` is false for padding.
+
+    Probabilities are over all experts, as the supported families have it, and the best are picked after. Padding is
+    sent to none, so it neither costs a read of weights nor can spoil a row.
+    """
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, experts = jax.lax.top_k(probabilities, spec.experts_per_token)
+    if spec.normalize_weights:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    experts = jnp.where(live[:, None], experts, spec.num_experts).astype(jnp.int32).reshape(-1)
+    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    rows = jnp.arange(len(order), dtype=jnp.int32)
+    places = jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True)
+    ends = jnp.searchsorted(experts[order], jnp.arange(spec.num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return Routing(order // spec.experts_per_token, places.reshape(weights.shape), weights, jnp.diff(ends), live)
+
+
+def grouped_mlp(
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array, *, activation: Activation
+) -> jax.Array:
+    """Each group of rows through its expert's MLP; for any device.
+
+    ``x [A, D]`` sorted by expert, ``gate_up [E, 2F, D]`` (gate's rows, then up's), ``down [E, D, F]``, ``group_sizes``
+    i32 ``[E]`` → ``[A, D]``. Rows past the last group are arbitrary but finite if x is. A loop over blocks of rows, as
+    many as there are: a group's last block reaches into the next groups' rows, which are overwritten in their turn.
+    """
+    num_rows, num_experts, ffn = x.shape[0], gate_up.shape[0], down.shape[2]
+    size = block_rows(num_rows, num_experts)
+    blocks = -(-group_sizes // size)
+    block_ends, group_ends = jnp.cumsum(blocks), jnp.cumsum(group_sizes)
+    padded = jnp.pad(x, ((0, size), (0, 0)))
+
+    def body(index: jax.Array, written: jax.Array) -> jax.Array:
+        expert = jnp.searchsorted(block_ends, index, side="right")
+        block = index - (block_ends[expert] - blocks[expert])
+        row = group_ends[expert] - group_sizes[expert] + block * size
+        rows = jax.lax.dynamic_slice_in_dim(padded, row, size)
+        hidden = matmul(rows, jax.lax.dynamic_index_in_dim(gate_up, expert, keepdims=False))
+        hidden = ACTIVATIONS[activation](hidden[:, :ffn]) * hidden[:, ffn:]
+        result = matmul(hidden, jax.lax.dynamic_index_in_dim(down, expert, keepdims=False))
+        return jax.lax.dynamic_update_slice_in_dim(written, result, row, axis=0)
+
+    return jax.lax.fori_loop(0, block_ends[-1], body, jnp.zeros_like(padded))[:num_rows]
+
+
+def block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: twice what an expert gets on average, so that few read their weights twice."""
+    average = -(-num_rows // num_experts)
+    return min(MAX_BLOCK_ROWS, num_rows, 1 << (2 * average - 1).bit_length())
+
+
+class ExpertWeights(nnx.Module):
+    """Parameter: ``weight [E, out, in]``, one matrix an expert."""
+
+    def __init__(self, num_experts: int, in_size: int, out_size: int, *, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_experts, out_size, in_size), dtype))
+
+
+class Experts(nnx.Module):
+    """Parameters: ``gate_up [E, 2F, D]``, each expert's gate's rows, then up's (on several shards, each shard's share
+    of them), and ``down [E, D, F]``."""
+
+    def __init__(self, hidden: int, spec: MoESpec, *, dtype: jnp.dtype) -> None:
+        ffn = spec.intermediate_size
+        self.gate_up = ExpertWeights(spec.num_experts, hidden, 2 * ffn, dtype=dtype)
+        self.down = ExpertWeights(spec.num_experts, ffn, hidden, dtype=dtype)
+
+
+class MoE(nnx.Module):
+    """``[T, D] → [T, D]``: the sum of each token's experts by the router's weights, and of a shared MLP if there is one.
+
+    Parameters: ``router [E, D]``, ``experts`` and, by config, ``shared`` (as ``MLP``) and ``shared_gate [1, D]``.
+    Every shard has its share of every expert. Raises ModelConfigError for sizes that the shards cannot share equally.
+    """
+
+    def __init__(self, config: DecoderConfig, spec: MoESpec, *, dtype: jnp.dtype, placement: Placement) -> None:
+        hidden, shards, shared = config.hidden_size, placement.num_shards, spec.shared_intermediate_size
+        for size in (spec.intermediate_size, shared or 0):
+            if size % shards:
+                raise ModelConfigError(f"an expert's size of {size} cannot be split over {shards} devices")
+        self.router = Linear(hidden, spec.num_experts, bias=False, dtype=dtype)
+        self.experts = Experts(hidden, spec, dtype=dtype)
+        self.shared = self.shared_gate = None
+        if shared is not None:
+            self.shared = MLP(config, dtype=dtype, num_shards=shards, intermediate_size=shared)
+            self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
+        self.spec, self.placement = spec, placement
+        self.activation: Activation = config.activation
+
+    def __call__(self, x: jax.Array, live: jax.Array) -> jax.Array:
+        """``x [T, D]``; ``live`` bool ``[T]``: false for padding, whose rows come out as those of the shared MLP."""
+        routing = route(self.router.float32(x), live, self.spec)
+        mixed = self._mix
+        if self.placement.num_shards > 1:
+            mixed = jax.shard_map(
+                mixed,
+                mesh=self.placement.mesh,
+                in_specs=(P(), P(None, TP_AXIS), P(None, None, TP_AXIS), P()),
+                out_specs=P(),
+                check_vma=False,
+            )
+        mixture = mixed(x, self.experts.gate_up.weight[...], self.experts.down.weight[...], routing)
+        if self.shared is None or self.shared_gate is None:
+            return mixture
+        return mixture + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
+
+    def _mix(self, x: jax.Array, gate_up: jax.Array, down: jax.Array, routing: Routing) -> jax.Array:
+        """→ ``[T, D]``; on several shards each computes its share of every expert, and all add up."""
+        rows = jnp.take(x, routing.tokens, axis=0, mode="clip")
+        rows = grouped_mlp(rows, gate_up, down, routing.group_sizes, activation=self.activation)
+        chosen = jnp.take(rows, routing.places, axis=0, mode="clip")
+        # The rows of padding were not computed.
+        weighted = jnp.where(routing.live[:, None, None], chosen.astype(jnp.float32) * routing.weights[..., None], 0.0)
+        mixture = jnp.sum(weighted, axis=1).astype(x.dtype)
+        return jax.lax.psum(mixture, TP_AXIS) if self.placement.num_shards > 1 else mixture
