@@ -52,6 +52,7 @@ class ModelOptions:
     download_dir: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     trust_remote_code: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,6 +126,7 @@ class EngineConfig:
                 download_dir=args.download_dir,
                 load_format=args.load_format,
                 dtype=DTYPES[args.dtype],
+                quantization=args.quantization,
                 trust_remote_code=args.trust_remote_code,
                 hf_overrides=dict(args.hf_overrides or {}),
             ),
@@ -310,7 +312,8 @@ def _check_choices(args: EngineArgs) -> None:
 
 
 def _check_ranges(args: EngineArgs) -> None:
-    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_queued_tokens"):
+    counts = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_queued_tokens")
+    for name in (*counts, "tensor_parallel_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -361,9 +364,5 @@ def _check_generation_config(args: EngineArgs) -> None:
 
 def _check_unbuilt(args: EngineArgs) -> None:
     """Options whose feature does not exist yet refuse, unless at their neutral value."""
-    if args.tensor_parallel_size != 1:
-        raise ConfigError("tensor_parallel_size: tensor parallelism is not available yet; only 1 is accepted")
-    if args.quantization is not None:
-        raise ConfigError("quantization: quantised weights are not available yet, except GGUF files (dequantised)")
     if args.trust_remote_code:
         raise ConfigError("trust_remote_code: Octavo never runs code from a checkpoint; leave it off")

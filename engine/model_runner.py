@@ -50,6 +50,8 @@ class ModelRunner:
         self._params = model.params
         self._spec = spec
         self._mesh = model.mesh
+        self.one_program_at_a_time = model.mesh.size > 1 and model.mesh.devices.flat[0].platform == "cpu"
+        """XLA's collectives on a CPU can wait for each other for ever when two programs are under way."""
         self._state = create_state(spec, model.mesh)
         self._batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
@@ -86,6 +88,8 @@ class ModelRunner:
         packed = self._batch.pack(plan, bucket)
         mask = self._open_mask(bucket.num_rows)
         self._state, result = self.programs.step(bucket)(self._params, self._state, packed, mask)
+        if self.one_program_at_a_time:
+            jax.block_until_ready((self._state, result))
         handle = StepHandle(plan, result)
         self._score_prompts(handle)
         self._copy_blocks(plan.block_copies)
@@ -143,6 +147,8 @@ class ModelRunner:
             packed[0, :count] = np.arange(count) + (offset + at - start)
             packed[1, :count] = targets
             result = self.programs.score_prompt()(self._params, self._state.hidden, packed)
+            if self.one_program_at_a_time:
+                result.block_until_ready()
             result.copy_to_host_async()
             handle.prompt_scores.append(PromptScores(entry, at + 1, targets, result))
 

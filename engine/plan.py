@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from ..models.config import ModelConfig
 from ..models.decoder import abstract_params, param_partition_specs
 from ..models.errors import ModelConfigError
 from ..models.loading.resolve import ResolvedModel
@@ -25,7 +26,7 @@ from ..pallas_kernels.aot import (
 from ..pallas_kernels.dispatch import Choice, Device
 from .args import EngineArgs
 from .buckets import Bucket, BucketTable
-from .config import EngineConfig
+from .config import EngineConfig, ModelOptions
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
 from .find_model import find_model
@@ -51,8 +52,7 @@ class DraftEngine:
     def __init__(self, args: EngineArgs, target: GpuTarget, progress: Callable[[str], None] = logger.info) -> None:
         self.target, self.progress = target, progress
         self.num_devices = args.tensor_parallel_size
-        config = EngineConfig.from_args(replace(args, tensor_parallel_size=1))
-        config = replace(config, tensor_parallel_size=self.num_devices)
+        config = EngineConfig.from_args(args)
         self.decoder, self.dtype, self.config = derive(config, _resolve(config), None, "gpu")
         try:
             self.mesh = target_mesh(target, self.num_devices)
@@ -182,8 +182,15 @@ def _fit(config: EngineConfig, memory: MemoryPlan, num_blocks: int, dtype: str) 
 def _resolve(config: EngineConfig) -> ResolvedModel:
     name = config.model.model
     if name is not None and name in PRESETS:
-        return ResolvedModel(Path(name), "dummy", preset_config(name, config.model.hf_overrides))
+        return ResolvedModel(Path(name), "dummy", _preset(config.model))
     return find_model(replace(config.model, load_format="dummy"))
+
+
+def _preset(options: ModelOptions) -> ModelConfig:
+    try:
+        return preset_config(str(options.model), options.hf_overrides).with_quantization(options.quantization)
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def place_params(params: Any, specs: Any, mesh: Mesh) -> Any:

@@ -59,19 +59,19 @@ def choose_num_blocks(config: EngineConfig, model: LoadedModel, small: StateSpec
     pool's size is given.
     """
     platform = model.mesh.devices.flat[0].platform
-    block = small.kv.bytes_per_block // model.mesh.size
+    block = small.kv.bytes_per_block // model.mesh.size  # what is asked for is of each device
     weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(model.params))
     memory = _memory(config, small, model.mesh, weights, loaded=True)
     num_blocks = _asked_num_blocks(config, block)
-    ample = num_blocks is not None and memory is not None and memory.pool - num_blocks * block >= AMPLE_BYTES
+    ample = num_blocks is not None and memory is not None and memory.pool - num_blocks * memory.block >= AMPLE_BYTES
     if memory is not None and platform != "cpu" and not ample:
         memory = replace(memory, temporaries=_temporaries(config, model, small, buckets))
     if num_blocks is None:
         if memory is None and platform != "cpu":
             raise ConfigError("the device does not tell how much memory it has; set kv_cache_memory_bytes")
-        sizes = [CPU_POOL_BYTES] if platform == "cpu" else []
-        sizes += [memory.pool] if memory is not None else []
-        num_blocks = max(2, min(sizes) // block)
+        sizes = [CPU_POOL_BYTES // small.kv.bytes_per_block] if platform == "cpu" else []
+        sizes += [memory.pool // memory.block] if memory is not None else []
+        num_blocks = max(2, min(sizes))
     if memory is not None:
         check_room(memory, config, dtype=small.dtype.name, platform=platform, num_blocks=num_blocks)
     logger.info("KV cache: %s, %d blocks of %d tokens", gib(num_blocks * block), num_blocks, config.block_size)
@@ -110,28 +110,31 @@ def _asked_num_blocks(config: EngineConfig, block: int) -> int | None:
 def _memory(
     config: EngineConfig, small: StateSpec, mesh: Mesh, weights: int, *, loaded: bool = False
 ) -> MemoryPlan | None:
-    """Where one device's memory goes, but for the temporaries of steps; None where the system does not tell."""
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
+    """Where the memory of the fullest device goes, but for the temporaries of steps; None where the system does not
+    tell. CPU devices share one memory, so there it is that of all of them."""
+    devices, block, state = list(mesh.devices.flat), small.kv.bytes_per_block, state_bytes(small)
+    if devices[0].platform == "cpu":
         free = available_host_memory()
         if free is None:
             return None
-        usable = total = free - config.cache.swap_bytes
-        weights, reserve = weights * mesh.size, CPU_RESERVE_BYTES
+        usable = total = free - config.cache.swap_bytes * mesh.size
+        weights, state, reserve = weights * mesh.size, state * mesh.size, CPU_RESERVE_BYTES
     else:
-        stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats:
+        known = [device.memory_stats() or {} for device in devices]
+        if any("bytes_limit" not in stats for stats in known):
             return None
+        stats = min(known, key=lambda stats: stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+        block //= mesh.size
         usable = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         total, reserve = int(stats["bytes_limit"] / config.cache.gpu_memory_utilization), GPU_RESERVE_BYTES
     return MemoryPlan(
         device=total,
         usable=usable + (weights if loaded else 0),
         weights=weights,
-        state=state_bytes(small),
+        state=state,
         temporaries=0,
         reserve=reserve,
-        block=small.kv.bytes_per_block // mesh.size,
+        block=block,
     )
 
 

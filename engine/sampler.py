@@ -101,7 +101,9 @@ def _without_head_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def _finite(logits: jax.Array, vocab_size: int) -> jax.Array:
-    return jnp.all(jnp.isfinite(logits[:, :vocab_size]), axis=1)
+    # Not a slice, which would move a vocabulary that is shared by several devices.
+    padding = lax.broadcasted_iota(jnp.int32, logits.shape, 1) >= vocab_size
+    return jnp.all(jnp.isfinite(logits) | padding, axis=1)
 
 
 def _choose(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:

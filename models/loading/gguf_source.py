@@ -44,6 +44,15 @@ def hf_name(name: str) -> str:
     return f"{prefix}{module}.{match['kind']}"
 
 
+def weight_types(file: GGUFFile) -> dict[str, str]:
+    """The type of each matrix, by its module's Hugging Face name (without ``.weight``)."""
+    return {
+        hf_name(tensor.name).removesuffix(".weight"): tensor.type.name
+        for tensor in file.tensors.values()
+        if len(tensor.shape) == 2
+    }
+
+
 class GGUFSource:
     """A GGUF file as a ``WeightSource``.
 
@@ -89,8 +98,13 @@ class GGUFSource:
         block, block_bytes = GGML_QUANT_SIZES[tensor.type]
         first = columns.start // block
         blocks = rows[:, first * block_bytes : -(-columns.stop // block) * block_bytes]
-        values = dequantize(blocks.reshape(1, -1), tensor.type).reshape(len(out), -1)
-        copy_cast(values[:, columns.start - first * block : columns.stop - first * block], out, info)
+        table = dequantize(blocks.reshape(1, -1), tensor.type).reshape(len(out), -1)
+        copy_cast(table[:, columns.start - first * block : columns.stop - first * block], out, info)
+
+    def raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """u8 ``[stop - start, bytes of a row]`` of a matrix as stored, rows in Hugging Face's order."""
+        raw, heads = self._file.raw(self._by_name[name]), self._permuted_heads.get(name, 0)
+        return raw[_original_rows(len(raw), heads)[start:stop]] if heads else raw[start:stop]
 
     def close(self) -> None:
         self._file.close()

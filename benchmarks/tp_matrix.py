@@ -1,0 +1,208 @@
+"""Tensor parallelism against one device: every architecture on 2, 4 and 8 virtual CPU devices, as a Markdown table.
+
+    python benchmarks/tp_matrix.py                     every case
+    python benchmarks/tp_matrix.py --only qwen3 --devices 2 4
+
+Random checkpoints of a few layers, in float32, written to a folder and loaded as any other. Two prompts are prefilled
+in one step, then both rows decode by the largest logit. Reported are the worst row's L2 error of the logits over their
+L2 norm, and whether the tokens are the same. The configurations are those of the tests' goldens, with 8 query heads,
+so that 8 devices have one each; KV heads (2, or 1) are copied where devices outnumber them. One vocabulary of 301 does
+not divide.
+
+XLA's collectives on a CPU can wait for each other for ever when two programs run at once, so one runs at a time, and a
+case that does not end in ``--limit`` seconds ends the run with its name and the stacks of all threads.
+"""
+
+import argparse
+import faulthandler
+import json
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+from octavo.engine.launch import make_cpu_devices, make_mesh
+from octavo.models.architectures import ARCHITECTURES, get_architecture
+from octavo.models.attention_metadata import AttentionMetadata
+from octavo.models.config import ModelConfig
+from octavo.models.decoder import abstract_params, merge
+from octavo.models.loading.loader import load_params, resolve_model
+from octavo.models.sharding import split_over
+
+GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "models" / "goldens" / "cases.json"
+PROMPTS, DECODE_STEPS = (21, 10), 3
+ROWS, TOKENS, BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 2, 32, 4, 8, 20
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Found:
+    """What two steps of a kind gave: logits f32 ``[prompt and decode rows, V]`` and the tokens drawn."""
+
+    logits: np.ndarray
+    token_ids: np.ndarray
+
+    def error_from(self, other: "Found") -> float:
+        """The worst row's L2 error over its norm; infinite where something is not finite."""
+        errors = np.linalg.norm(self.logits - other.logits, axis=-1) / np.linalg.norm(other.logits, axis=-1)
+        return float(np.max(np.where(np.isfinite(errors), errors, np.inf)))
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Name -> config.json: the first golden of each architecture, and Llama with what is hard to share."""
+    known = json.loads(GOLDENS.read_text(encoding="utf-8"))
+    chosen: dict[str, dict[str, Any]] = {}
+    for name in ARCHITECTURES:
+        found = [case for case, config in known.items() if config["architectures"] == [name]]
+        if found:
+            chosen[found[0]] = eight_heads(known[found[0]])
+    plain = eight_heads(known["llama"])
+    return chosen | {
+        "llama_vocab_301": {**plain, "vocab_size": 301, "tie_word_embeddings": False},
+        "llama_biases": {**eight_heads(known["llama_biases"]), "vocab_size": 301},
+    }
+
+
+def eight_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """With 8 query heads; those of a nested text configuration if there is one."""
+    if "text_config" in config:
+        return {**config, "text_config": eight_heads(config["text_config"])}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {**config, "num_attention_heads": 8, "head_dim": head_dim}
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
+    """A model of that configuration with random weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = ModelConfig.from_dict(config)
+    architecture = get_architecture(model.architecture)
+    tensors = {}
+    for mapping in architecture.weight_mappings(architecture.decoder_config(model)):
+        for name, shape in zip(mapping.sources, mapping.shapes, strict=True):
+            rng = np.random.default_rng(zlib.crc32(name.encode()))
+            tensors[name] = (rng.standard_normal(shape) * 0.15 + ("norm" in name)).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def run(folder: Path, num_devices: int) -> Found:
+    """Prefill of two prompts and some decode steps on ``num_devices`` devices."""
+    model = resolve_model(str(folder))
+    architecture = get_architecture(model.config.architecture)
+    plain = architecture.decoder_config(model.config)
+    config, mesh = split_over(plain, num_devices), make_mesh(num_devices)
+    params = load_params(model.path, architecture, config, dtype=jnp.float32, mesh=mesh, load_format=model.format)
+    graphdef, _ = abstract_params(config, jnp.float32, mesh=mesh)
+    pool = jax.device_put(
+        np.zeros((NUM_BLOCKS, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim), np.float32),
+        NamedSharding(mesh, P(None, None, "tp")),
+    )
+    replicated = NamedSharding(mesh, P())
+
+    @jax.jit
+    def step(params: Any, kv: list[jax.Array], ids: jax.Array, metadata: AttentionMetadata) -> Any:
+        decoder = merge(graphdef, params)
+        hidden, kv = decoder(ids, kv, metadata)
+        logits = decoder.compute_logits(hidden)
+        return jax.lax.with_sharding_constraint(logits, replicated), kv
+
+    kv, logits = [pool] * config.num_layers, []
+    lengths = np.array(PROMPTS, np.int32)
+    ids = np.random.default_rng(0).integers(0, plain.vocab_size, sum(PROMPTS))
+    news = lengths
+    token_ids = []
+    for _ in range(1 + DECODE_STEPS):
+        operands = jax.device_put(batch(ids, news, lengths), replicated)
+        rows, kv = jax.block_until_ready(step(params, kv, *operands))
+        logits.append(np.asarray(rows)[: len(ids), : plain.vocab_size])
+        ids = logits[-1][np.cumsum(news) - 1].argmax(axis=-1)
+        token_ids.append(ids)
+        news, lengths = np.ones_like(news), lengths + 1
+    return Found(np.concatenate(logits), np.concatenate(token_ids))
+
+
+def batch(ids: np.ndarray, news: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, AttentionMetadata]:
+    """One step's token ids and metadata: ``news`` tokens a row, after which the rows are ``lengths`` long."""
+    decode_only = bool(np.all(news == 1))
+    total = ROWS if decode_only else TOKENS
+    tables = np.arange(1, 1 + ROWS * MAX_BLOCKS, dtype=np.int32).reshape(ROWS, MAX_BLOCKS)
+    positions, slots = np.zeros(total, np.int32), np.full(total, NUM_BLOCKS * BLOCK_SIZE, np.int32)
+    place = np.concatenate([np.arange(end - new, end) for new, end in zip(news, lengths, strict=True)])
+    row = np.repeat(np.arange(ROWS), news)
+    positions[: len(place)] = place
+    slots[: len(place)] = tables[row, place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+    padded = np.zeros(total, np.int32)
+    padded[: len(ids)] = ids
+    starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
+    return padded, AttentionMetadata(positions, slots, tables, starts, lengths, decode_only)
+
+
+def watch(name: str, seconds: float) -> None:
+    """Ends this process if the case is not over by then, naming it."""
+    print(f"running {name}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def compare(name: str, config: Mapping[str, Any], devices: Sequence[int], limit: float) -> list[dict[str, Any]]:
+    """One record for each number of devices."""
+    records = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / name
+        write_checkpoint(checkpoint, config)
+        watch(f"{name} on 1 device", limit)
+        expected = run(checkpoint, 1)
+        for count in devices:
+            watch(f"{name} on {count} devices", limit)
+            started = time.monotonic()
+            found = run(checkpoint, count)
+            record = {
+                "case": name,
+                "devices": count,
+                "error": found.error_from(expected),
+                "same_tokens": found.token_ids.tolist() == expected.token_ids.tolist(),
+                "seconds": time.monotonic() - started,
+            }
+            records.append(record)
+    faulthandler.cancel_dump_traceback_later()
+    return records
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=(), help="these cases")
+    parser.add_argument("--devices", nargs="+", type=int, default=[2, 4, 8], metavar="N")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a case; default: %(default)s")
+    options = parser.parse_args(argv)
+    known = cases()
+    if unknown := sorted(set(options.only) - set(known)):
+        parser.error(f"no case is called {unknown[0]}; known: {', '.join(known)}")
+    jax.config.update("jax_platforms", "cpu")
+    make_cpu_devices(max(options.devices))
+    print(f"JAX {jax.__version__}, float32, {max(options.devices)} virtual CPU devices\n")
+    print("| configuration | devices | relative error of the logits | greedy tokens | result |\n|---|---|---|---|---|")
+    failures = 0
+    for name in options.only or known:
+        for record in compare(name, known[name], options.devices, options.limit):
+            good = record["error"] <= TOLERANCE and record["same_tokens"]
+            failures += not good
+            tokens = "the same" if record["same_tokens"] else "DIFFER"
+            print(
+                f"| {name} | {record['devices']} | {record['error']:.1e} | {tokens} | {'ok' if good else 'FAILS'} |",
+                flush=True,
+            )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
