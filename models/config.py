@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .architectures import get_architecture
 from .decoder_config import Activation, RopeSpec
 from .errors import ModelConfigError
+from .quantization.methods import QuantizationMethod, choose_method, read_method
 from .rope_config import EVERY_LAYER, read_ropes
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -29,7 +30,7 @@ SAMPLING_KEYS = {
     "max_new_tokens": "max_tokens",
 }
 """generation_config key → SamplingParams field."""
-_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": None}
 """Where GPTQ, AWQ and ModelOpt checkpoints describe themselves when config.json does not."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OUTER_KEYS = (
@@ -79,6 +80,8 @@ class ModelConfig:
     bos_token_id: int | None
     sampling_defaults: Mapping[str, float | int]
     """generation_config.json's sampling values, by their SamplingParams names."""
+    quantization: QuantizationMethod | None
+    """How the checkpoint is quantised, or is to be while it is loaded; None: not at all."""
     raw: Mapping[str, Any]
     """The flattened config.json without nulls, with the architecture's defaults filled in."""
 
@@ -90,8 +93,8 @@ class ModelConfig:
         """
         flat = flatten_config(raw)
         architecture = _architecture_name(flat)
-        values = {**get_architecture(architecture).defaults, **flat}
-        _refuse_quantization(values)
+        family = get_architecture(architecture)
+        values = {**family.defaults, **{family.config_keys.get(key, key): value for key, value in flat.items()}}
         hidden, num_heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
         head_dim = _integer(values, "head_dim", hidden // num_heads)
         generation = _without_nulls(generation_config or {})
@@ -101,7 +104,7 @@ class ModelConfig:
             model_type=str(values.get("model_type", "")),
             vocab_size=_integer(values, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_integer(values, "intermediate_size"),
+            intermediate_size=_integer(values, "intermediate_size", family.ffn_factor and family.ffn_factor * hidden),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_integer(values, "num_key_value_heads", num_heads),
@@ -120,6 +123,7 @@ class ModelConfig:
             eos_token_ids=_token_ids(values.get("eos_token_id"), generation.get("eos_token_id")),
             bos_token_id=next(iter(_token_ids(values.get("bos_token_id"), generation.get("bos_token_id"))), None),
             sampling_defaults={ours: generation[key] for key, ours in SAMPLING_KEYS.items() if key in generation},
+            quantization=read_method(values.get("quantization_config", values.get("compression_config"))),
             raw=values,
         )
 
@@ -133,11 +137,13 @@ class ModelConfig:
         raw = flatten_config(_read_json(folder / "config.json"))
         raw = apply_overrides(raw, hf_overrides)
         generation = folder / "generation_config.json"
-        config = cls.from_dict(raw, _read_json(generation) if generation.exists() else None)
-        for name in _QUANTIZATION_FILES:
-            if (folder / name).exists():
-                raise ModelConfigError(f"{folder} has {name}: quantised weights are not supported")
-        return config
+        if not raw.get("quantization_config", raw.get("compression_config")):
+            raw = {**raw, **_separate_quantization(folder)}
+        return cls.from_dict(raw, _read_json(generation) if generation.exists() else None)
+
+    def with_quantization(self, asked: str | None, gguf_types: Mapping[str, str] | None = None) -> "ModelConfig":
+        """As ``--quantization`` asks, see ``quantization.methods.choose_method``."""
+        return replace(self, quantization=choose_method(asked, self.quantization, gguf_types))
 
     @property
     def max_context_tokens(self) -> int:
@@ -152,6 +158,14 @@ class ModelConfig:
     def number(self, key: str, default: float) -> float:
         """A positive number that only some architectures have."""
         return _positive(self.raw, key, default)
+
+    def integer(self, key: str, default: int) -> int:
+        """A positive integer that only some architectures have."""
+        return _integer(self.raw, key, default)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """A switch that only some architectures have."""
+        return _boolean(self.raw, key, default)
 
     def optional_number(self, key: str) -> float | None:
         """A positive number, or None when it is absent."""
@@ -229,12 +243,14 @@ def _architecture_name(values: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def _refuse_quantization(values: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        found = values.get(key)
-        if found:
-            method = found.get("quant_method", "unnamed") if isinstance(found, Mapping) else found
-            raise ModelConfigError(f"{key}: method {method!r} is not supported; supported: none (unquantised weights)")
+def _separate_quantization(folder: Path) -> dict[str, Any]:
+    """``quantization_config`` from the file that GPTQ and AWQ checkpoints used to have instead."""
+    for name, method in _QUANTIZATION_FILES.items():
+        if (folder / name).exists():
+            if method is None:
+                raise ModelConfigError(f"{folder} has {name}: ModelOpt's checkpoints are not supported")
+            return {"quantization_config": {"quant_method": method, **_read_json(folder / name)}}
+    return {}
 
 
 def _integer(values: Mapping[str, Any], name: str, default: int | None = None, *, low: int = 1) -> int:

@@ -9,16 +9,23 @@ if TYPE_CHECKING:
     from .base import Architecture
 
 ARCHITECTURES: dict[str, str] = {
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "cohere",
+    "GPT2LMHeadModel": "gpt2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "SmolLM3ForCausalLM": "smollm3",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 """Name in config.json's ``architectures`` → module of this package, imported on first use."""
 

@@ -5,6 +5,7 @@ Tokens are sorted by expert, so that an expert's weights meet all of its tokens 
 array ``[T, E, D]`` to do so (docs/architecture.md has the figures).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -107,7 +108,7 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """``[T, D] → [T, D]``: the sum of each token's experts by the router's weights, and of a shared MLP if there is one.
+    """``[T, D] → [T, D]``: the sum of each token's experts by the router's weights, and of a shared MLP.
 
     Parameters: ``router [E, D]``, ``experts`` and, by config, ``shared`` (as ``MLP``) and ``shared_gate [1, D]``.
     Every shard has its share of every expert. Raises ModelConfigError for sizes that the shards cannot share equally.
@@ -120,10 +121,9 @@ class MoE(nnx.Module):
                 raise ModelConfigError(f"an expert's size of {size} cannot be split over {shards} devices")
         self.router = Linear(hidden, spec.num_experts, bias=False, dtype=dtype)
         self.experts = Experts(hidden, spec, dtype=dtype)
-        self.shared = self.shared_gate = None
-        if shared is not None:
-            self.shared = MLP(config, dtype=dtype, num_shards=shards, intermediate_size=shared)
-            self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
+        mlp = partial(MLP, config, dtype=dtype, num_shards=shards)
+        self.shared = None if shared is None else mlp(intermediate_size=shared)
+        self.shared_gate = None if shared is None else Linear(hidden, 1, bias=False, dtype=dtype)
         self.spec, self.placement = spec, placement
         self.activation: Activation = config.activation
 

@@ -1,4 +1,4 @@
-"""Normalisation, by root mean square (Zhang and Sennrich 2019) or layer (Ba et al. 2016): float32 whatever the input."""
+"""Normalisation by root mean square (Zhang and Sennrich 2019) or layer (Ba et al. 2016), in float32."""
 
 import jax
 import jax.numpy as jnp

@@ -59,6 +59,7 @@ def load_params(
     _check_mappings(mappings, targets_of_mappings, architecture.name)
     with closing(_open(model_path, load_format, mappings)) as source:
         ignorable = (*architecture.ignorable_names(decoder_config), kv_scale_pattern(architecture))
+        mappings = architecture.as_named(mappings, source.tensors)
         _check_tensors(source, mappings, ignorable, model_path)
         arrays = read_kv_scales(source, architecture, kv_scales)
         arrays |= _read(source, mappings, targets, progress)
@@ -91,7 +92,7 @@ def _check_mappings(mappings: list[WeightMapping], targets: dict[str, Target], a
 
 def _check_tensors(source: WeightSource, mappings: list[WeightMapping], ignorable: tuple[str, ...], path: Path) -> None:
     """Each tensor of the model is there, nothing else is, and all have the right shape and a readable dtype."""
-    wanted = {name: shape for mapping in mappings for name, shape in zip(mapping.sources, mapping.shapes, strict=True)}
+    wanted = {name: shape for m in mappings for name, shape in zip(m.sources, m.stored_shapes, strict=True)}
     if missing := wanted.keys() - source.tensors.keys():
         raise LoadError(f"the checkpoint lacks {len(missing)} tensors: {name_list(missing)}", file=path)
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignorable) or r"(?!)")
@@ -158,9 +159,26 @@ def _assemble(
     place: Place,
     pool: ThreadPoolExecutor,
 ) -> np.ndarray:
-    """The part of a parameter at ``place``, from its sources, filled by row ranges in parallel."""
-    (row, row_end), *rest = place
+    """The part of a parameter at ``place``, from its sources."""
     buffer = np.empty([end - start for start, end in place], dtype)
+    if not mapping.num_experts:
+        _fill(buffer, source, mapping, num_shards, place, pool)
+        return buffer
+    for expert in range(*place[0]):
+        _fill(buffer[expert - place[0][0]], source, mapping.expert(expert), num_shards, place[1:], pool)
+    return buffer
+
+
+def _fill(
+    buffer: np.ndarray,
+    source: WeightSource,
+    mapping: WeightMapping,
+    num_shards: int,
+    place: Place,
+    pool: ThreadPoolExecutor,
+) -> None:
+    """``buffer`` with a matrix or vector at ``place``, by row ranges in parallel."""
+    (row, row_end), *rest = place
     buffer[max(0, mapping.shape[0] - mapping.padding - row) :] = 0
     columns = slice(*rest[0]) if rest and rest[0] != (0, mapping.shape[1]) else None
     step = max(1, _CHUNK_ELEMENTS // max(1, int(np.prod(buffer.shape[1:]))))
@@ -170,10 +188,20 @@ def _assemble(
         for start in range(first, last, step):
             stop = min(start + step, last)
             rows = buffer[at + start - first : at + stop - first]
-            jobs.append(pool.submit(source.read_rows, mapping.sources[index], start, stop, rows, columns))
+            read = _read_transposed if mapping.transposed else type(source).read_rows
+            jobs.append(pool.submit(read, source, mapping.sources[index], start, stop, rows, columns))
     for job in jobs:
         job.result()
-    return buffer
+
+
+def _read_transposed(
+    source: WeightSource, name: str, start: int, stop: int, out: np.ndarray, columns: slice | None
+) -> None:
+    """Fills ``out`` with rows of our matrix, which are columns of the stored one."""
+    first, last = (0, source.tensors[name].shape[0]) if columns is None else (columns.start, columns.stop)
+    stored = np.empty((last - first, stop - start), out.dtype)
+    source.read_rows(name, first, last, stored, slice(start, stop))
+    out[...] = stored.T
 
 
 __all__ = ["ResolvedModel", "load_params", "resolve_model"]

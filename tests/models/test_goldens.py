@@ -49,8 +49,10 @@ def draw_params(case: str, config: DecoderConfig) -> Params:
     architecture = get_architecture(goldens.CASES[case]["architectures"][0])
     drawn = {}
     for mapping in architecture.weight_mappings(config):
-        pairs = zip(mapping.sources, mapping.shapes, strict=True)
-        drawn[mapping.target] = np.concatenate([goldens.draw(case, name, shape) for name, shape in pairs])
+        pairs = zip(mapping.sources, mapping.stored_shapes, strict=True)
+        stored = [goldens.draw(case, name, shape) for name, shape in pairs]
+        rows = np.concatenate([tensor.T if mapping.transposed else tensor for tensor in stored])
+        drawn[mapping.target] = rows.reshape(mapping.shape)
 
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         value = drawn.pop(jax.tree_util.keystr(path, simple=True, separator="."))
@@ -208,6 +210,33 @@ def _swap_halves(weight: np.ndarray) -> np.ndarray:
 
 _swap_gate_up = partial(_edit, path="mlp.gate_up.weight", edit=_swap_halves)
 _no_bias = partial(_edit, path="attention.qkv.bias", edit=np.zeros_like)
+
+
+def _experts(config: DecoderConfig, params: Params, **changes: Any) -> tuple[DecoderConfig, Params]:
+    """Another number in every mixture."""
+    layers = tuple(
+        layer if layer.moe is None else dataclasses.replace(layer, moe=dataclasses.replace(layer.moe, **changes))
+        for layer in config.layers
+    )
+    return dataclasses.replace(config, layers=layers), params
+
+
+def _no_positions(config: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
+    """The table of positions, moved by one."""
+    return config, {**params, "positions": {"weight": np.roll(params["positions"]["weight"], 1, axis=0)}}
+
+
+def _layer(index: int, mutation: Callable[..., Any], config: DecoderConfig, params: Params) -> Any:
+    """A mutation of layer 1, of another layer."""
+    layers = list(params["layers"])
+    layers[1], layers[index] = layers[index], layers[1]
+    _, changed = mutation(config, {**params, "layers": layers})
+    layers = list(changed["layers"])
+    layers[1], layers[index] = layers[index], layers[1]
+    return config, {**changed, "layers": layers}
+
+
+_swap_experts = partial(_edit, path="mlp.experts.down.weight", edit=lambda w: np.roll(w, 1, axis=0))
 MUTATIONS: dict[str, dict[str, Callable[[DecoderConfig, Params], tuple[DecoderConfig, Params]]]] = {
     "llama": {
         "theta": _theta,
@@ -269,6 +298,40 @@ MUTATIONS: dict[str, dict[str, Callable[[DecoderConfig, Params], tuple[DecoderCo
     },
     "phi3": {"rotary_dim": partial(_rope, rotary_dim=16), "off": partial(_windows, by=None)},
     "smollm3": {"rope_everywhere": _first_rope},
+    "starcoder2": {
+        "norm_bias": partial(_edit, path="mlp_norm.bias", edit=np.zeros_like),
+        "up_bias": partial(_edit, path="mlp.up.bias", edit=np.zeros_like),
+        "one_longer": partial(_windows, by=1),
+    },
+    "cohere": {
+        "interleaved": partial(_rope, interleaved=False),
+        "logits": partial(_switch, logits_multiplier=1.0),
+        "norm": partial(_edit, path="attention_norm.weight", edit=np.ones_like),
+    },
+    "cohere2": {
+        "rope_everywhere": _first_rope,
+        "one_longer": partial(_windows, by=1),
+    },
+    "gpt2": {
+        "positions": _no_positions,
+        "norm_bias": partial(_edit, path="attention_norm.bias", edit=np.zeros_like),
+        "transposed": partial(_edit, path="attention.o.weight", edit=np.transpose),
+    },
+    "mixtral": {
+        "experts": _swap_experts,
+        "one_fewer": partial(_experts, experts_per_token=1),
+        "gate_up": partial(
+            _edit,
+            path="mlp.experts.gate_up.weight",
+            edit=lambda w: np.concatenate(np.split(w, 2, axis=1)[::-1], axis=1),
+        ),
+    },
+    "qwen2_moe": {
+        "normalised": partial(_experts, normalize_weights=True),
+        "shared_gate": partial(_layer, 2, partial(_edit, path="mlp.shared_gate.weight", edit=np.zeros_like)),
+        "router": partial(_layer, 0, partial(_edit, path="mlp.router.weight", edit=lambda w: np.roll(w, 1, axis=0))),
+    },
+    "qwen3_moe": {"normalised": partial(_experts, normalize_weights=False), "experts": _swap_experts},
 }
 
 

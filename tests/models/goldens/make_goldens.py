@@ -7,6 +7,7 @@ and prompts are not stored: both sides draw them from the case's name.
 
 import json
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def draw(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The tensor ``name`` of a case, f32: norms multiply by about 1, biases and matrices are about 0."""
     rng = np.random.default_rng(zlib.crc32(f"{case}/{name}".encode()))
     values = rng.standard_normal(shape)
-    if "norm" not in name:
+    if "norm" not in name and "ln_" not in name:
         return (values * 0.15).astype(np.float32)
     centre = 0.0 if case.startswith("gemma") else 1.0  # Gemma adds the 1 itself
     return (values * 0.2 + centre).astype(np.float32)
@@ -45,10 +46,25 @@ def _logits(case: str) -> np.ndarray:
     if type(model).__name__ != CASES[case]["architectures"][0]:
         raise SystemExit(f"{case}: transformers made a {type(model).__name__}")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(draw(case, name, tuple(parameter.shape))))
+        if any(".experts." in name for name, _ in model.named_parameters()):
+            model = _through_a_checkpoint(case, model)
+        else:
+            for name, parameter in model.named_parameters():
+                parameter.copy_(torch.from_numpy(draw(case, name, tuple(parameter.shape))))
         ids = torch.from_numpy(draw_prompt(case)).long()[None]
         return model(ids, use_cache=False).logits[0].float().numpy()
+
+
+def _through_a_checkpoint(case: str, model: Any) -> Any:
+    """The model with drawn weights, which transformers stacks itself from the names that a checkpoint has."""
+    from safetensors.numpy import load_file, save_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        file = Path(folder, "model.safetensors")
+        drawn = {name: draw(case, name, tensor.shape) for name, tensor in load_file(file).items()}
+        save_file(drawn, file, metadata={"format": "pt"})
+        return type(model).from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def main(cases: list[str]) -> None:
