@@ -143,6 +143,9 @@ class Decoder(nnx.Module):
             windows = (spec.window for spec in self.config.layers)
             metadata = metadata.with_xla_plans(windows, kv_caches[0].shape[3], self.placement.platform)
         tables = {spec: rope_table(metadata.positions, spec) for spec in self.config.rope_specs}
+        if self.placement.platform == "cpu":
+            # XLA:CPU works out the sines in every layer otherwise.
+            tables = {spec: jax.lax.optimization_barrier(table) for spec, table in tables.items()}
         written = []
         for layer, spec, kv in zip(self.layers, self.config.layers, kv_caches, strict=True):
             graphdef, state = nnx.split(layer)

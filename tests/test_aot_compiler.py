@@ -78,8 +78,8 @@ def test_a_missing_plugin_is_named(monkeypatch):
     assert "CUDA plug-in" in (aot_missing() or "")
 
 
-def test_options_are_only_for_a_gpu():
-    assert step_compiler_options("cpu") == {}
+def test_options_of_a_cpu_are_not_those_of_a_gpu():
+    assert step_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
 
 
 @needs_plugin
