@@ -29,6 +29,8 @@ class EngineArgs:
     dtype: str = "auto"
     """auto, float32 (float), bfloat16 or float16 (half)."""
     quantization: str | None = None
+    """None: as the checkpoint says. Else the checkpoint's own method (awq, gptq, fp8, fbgemm_fp8, compressed-tensors),
+    gguf to keep a GGUF file's weights packed, or fp8, int8 or int4 to quantise plain weights while they are loaded."""
     hf_overrides: Mapping[str, Any] | None = None
     """Entries put over ``config.json``."""
     seed: int = 0

@@ -18,6 +18,7 @@ def find_model(options: ModelOptions, path: str | None = None) -> ResolvedModel:
             revision=options.revision,
             download_dir=options.download_dir,
             load_format=options.load_format,
+            quantization=options.quantization,
             hf_overrides=options.hf_overrides,
         )
     except (LoadError, ModelConfigError) as error:

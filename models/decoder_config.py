@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ModelConfigError
+from .quantization.spec import WeightSpecs
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
@@ -79,6 +80,12 @@ class LayerSpec:
     window: int | None = None
     """Tokens a query sees, itself included; None: all before it."""
     moe: MoESpec | None = None
+    quantization: tuple[tuple[str, WeightSpecs], ...] = ()
+    """Linear layer ("qkv", "o", "gate_up", "up", "down") → how the checkpoint tensors it is made of are quantised."""
+
+    def weight_specs(self, name: str) -> WeightSpecs:
+        """Of one linear layer; () where nothing is quantised."""
+        return dict(self.quantization).get(name, ())
 
 
 @dataclass(frozen=True)

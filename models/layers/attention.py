@@ -36,8 +36,17 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, placement: Placement) -> None:
         q_size, kv_size, hidden = config.q_size, config.kv_size, config.hidden_size
-        self.qkv = Linear(hidden, q_size + 2 * kv_size, bias=config.qkv_bias, dtype=dtype)
-        self.o = Linear(q_size, hidden, bias=config.o_bias, dtype=dtype)
+        self.qkv = Linear(
+            hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias, dtype=dtype, specs=layer.weight_specs("qkv")
+        )
+        self.o = Linear(
+            q_size,
+            hidden,
+            bias=config.o_bias,
+            dtype=dtype,
+            specs=layer.weight_specs("o"),
+            input_shards=placement.num_shards,
+        )
         q_norm = k_norm = None
         if config.qk_norm is not None:
             sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else (q_size, kv_size)
@@ -52,6 +61,7 @@ class Attention(nnx.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qk_norm, self.scale, self.softcap = config.qk_norm, config.scale, config.attention_softcap
         self.window = layer.window
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.placement = placement
 
     def __call__(
@@ -60,7 +70,7 @@ class Attention(nnx.Module):
         """``x [T, D]``, ``kv [B, 2, K, S, H]`` → ``[T, D]`` and the pool with this step's keys and values."""
         q, k, v = self._project(x)
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q, k = (apply_rope(part, rope, interleaved=self.interleaved) for part in (q, k))
         sinks, kv_scales = (None if param is None else param[...] for param in (self.sinks, self.kv_scales))
         attend = self._attend
         if self.placement.num_shards > 1:

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from .dummy import dummy_params
 from .errors import LoadError, name_list
 from .gguf_source import GGUFSource
 from .kv_scales import kv_scale_pattern, read_kv_scales, split_off_kv_scales
+from .quantized_source import Field, QuantizedSource, expand_quantized
 from .resolve import ResolvedModel, WeightFormat, resolve_model
 from .safetensors_source import SafetensorsSource
 from .source import WeightSource
@@ -56,8 +58,10 @@ def load_params(
     mappings = [
         mapping.split_as(decoder_config) for mapping in architecture.weight_mappings(as_in_checkpoint(decoder_config))
     ]
-    _check_mappings(mappings, targets_of_mappings, architecture.name)
-    with closing(_open(model_path, load_format, mappings)) as source:
+    expanded, fields = expand_quantized(mappings, decoder_config, targets_of_mappings)
+    _check_mappings(expanded, targets_of_mappings, architecture.name)
+    with closing(_open(model_path, load_format, mappings, fields)) as source:
+        mappings = expanded
         ignorable = (*architecture.ignorable_names(decoder_config), kv_scale_pattern(architecture))
         mappings = architecture.as_named(mappings, source.tensors)
         _check_tensors(source, mappings, ignorable, model_path)
@@ -66,7 +70,16 @@ def load_params(
     return treedef.unflatten([arrays[name] for name in targets])
 
 
-def _open(path: Path, load_format: WeightFormat, mappings: list[WeightMapping]) -> WeightSource:
+def _open(
+    path: Path, load_format: WeightFormat, mappings: list[WeightMapping], fields: Mapping[str, Field]
+) -> WeightSource:
+    """The checkpoint, ``fields`` of quantised weights among its tensors."""
+    source = _open_plain(path, load_format, mappings)
+    names = (name for mapping in mappings for name in mapping.sources)
+    return QuantizedSource(source, fields, names) if fields else source
+
+
+def _open_plain(path: Path, load_format: WeightFormat, mappings: list[WeightMapping]) -> WeightSource:
     if load_format == "safetensors":
         return SafetensorsSource(path)
     heads = {
@@ -140,8 +153,10 @@ def _read_one(
     pool: ThreadPoolExecutor,
 ) -> jax.Array:
     """One parameter on its devices. Waits, so that the host's copy is gone before the next one is made."""
-    shards, arrays = {}, []
+    shards: dict[Place, list[jax.Device]] = {}
+    arrays: list[jax.Array] = []
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        assert index is not None
         place = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
         shards.setdefault(place, []).append(device)
     for place, devices in shards.items():

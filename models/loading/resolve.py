@@ -10,6 +10,7 @@ from .default_model import require_default_model
 from .errors import LoadError, name_list
 from .gguf_config import gguf_config
 from .gguf_file import GGUFFile
+from .gguf_source import weight_types
 from .hub import fetch_model
 from .safetensors_source import checkpoint_files
 
@@ -33,12 +34,14 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
     load_format: str = "auto",
+    quantization: str | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> ResolvedModel:
     """Finds (or downloads) a model and reads its configuration; None means the embedded default.
 
-    ``load_format`` is one of ``LOAD_FORMATS``; auto goes by the files. ``hf_overrides`` go over the
-    configuration, objects merged key by key. Raises LoadError for files, ModelConfigError for the configuration.
+    ``load_format`` is one of ``LOAD_FORMATS``; auto goes by the files. ``quantization`` is the name of a method; None
+    is the checkpoint's own. ``hf_overrides`` go over the configuration, objects merged key by key. Raises LoadError
+    for files, ModelConfigError for the configuration.
     """
     if load_format not in LOAD_FORMATS:
         raise LoadError("load format", expected=" or ".join(LOAD_FORMATS), found=repr(load_format))
@@ -55,7 +58,8 @@ def resolve_model(
         raise LoadError("load format", file=path, expected=load_format, found=found)
     if found == "safetensors" and with_weights:
         checkpoint_files(path)  # refuses early, before anything is built on the configuration
-    return ResolvedModel(path, found if with_weights else "dummy", _read_config(path, hf_overrides))
+    config = _read_config(path, hf_overrides, quantization)
+    return ResolvedModel(path, found if with_weights else "dummy", config)
 
 
 def _gguf_in(path: Path) -> Path | None:
@@ -69,11 +73,12 @@ def _gguf_in(path: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _read_config(path: Path, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
+def _read_config(path: Path, hf_overrides: Mapping[str, Any] | None, quantization: str | None) -> ModelConfig:
     if path.is_dir():
-        return ModelConfig.from_folder(path, hf_overrides)
+        return ModelConfig.from_folder(path, hf_overrides).with_quantization(quantization)
     file = GGUFFile(path)
     try:
-        return ModelConfig.from_dict(apply_overrides(gguf_config(file), hf_overrides))
+        config = ModelConfig.from_dict(apply_overrides(gguf_config(file), hf_overrides))
+        return config.with_quantization(quantization, weight_types(file))
     finally:
         file.close()

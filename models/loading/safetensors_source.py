@@ -1,13 +1,16 @@
 """Weights from a folder of safetensors files. The index, if there is one, decides which file holds what."""
 
 import json
+import mmap
 import struct
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -25,6 +28,17 @@ _DTYPE_BITS = {
     "F4": 4,
     "F6_E2M3": 6,
     "F6_E3M2": 6,
+}
+_RAW_TYPES: dict[str, Any] = {
+    "I8": np.int8,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
 _READABLE = ("BF16", "F16", "F32", "F64")
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -90,6 +104,17 @@ class SafetensorsSource:
             handle = safe_open(str(file), framework="numpy")
         self._open_files[file] = handle  # the most recently used is last
         return handle
+
+    def raw(self, name: str) -> np.ndarray:
+        """A tensor as it is stored, not copied. Raises LoadError for a dtype that NumPy has no type for."""
+        info = self.tensors[name]
+        if info.dtype not in _RAW_TYPES:
+            raise LoadError("dtype", file=info.file, tensor=name, expected=" or ".join(_RAW_TYPES), found=info.dtype)
+        dtype = np.dtype(_RAW_TYPES[info.dtype])
+        with info.file.open("rb") as stream:
+            buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        # The mapping goes when the array goes.
+        return np.frombuffer(buffer, dtype, info.num_bytes // dtype.itemsize, info.offset).reshape(info.shape)
 
     def close(self) -> None:
         self._open_files.clear()
@@ -180,7 +205,7 @@ def read_header(file: Path) -> list[TensorInfo]:
         if end > data_bytes:
             expected, found = f"{8 + length + end} bytes or more", f"{size} bytes"
             raise LoadError("the file is cut short", file=file, tensor=name, expected=expected, found=found)
-        infos.append(info)
+        infos.append(replace(info, offset=8 + length + begin))
         ranges.append((begin, end, name))
     ranges.sort()
     for (_, before, _), (begin, _, name) in pairwise(ranges):

@@ -22,6 +22,8 @@ class TensorInfo:
     num_bytes: int
     """In the file."""
     file: Path
+    offset: int = 0
+    """Of its first byte in the file; safetensors only."""
 
 
 class WeightSource(Protocol):

@@ -13,7 +13,7 @@ def param_targets(
     config: DecoderConfig, dtype: jax.typing.DTypeLike, mesh: Mesh
 ) -> tuple[dict[str, Target], jax.tree_util.PyTreeDef]:
     """Dotted path -> shape, dtype and sharding over ``mesh``, in the order of the tree's leaves; and the tree."""
-    _, abstract = abstract_params(config, dtype)
+    _, abstract = abstract_params(config, dtype, mesh=mesh)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     specs = jax.tree_util.tree_leaves(
         param_partition_specs(config), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)

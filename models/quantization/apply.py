@@ -19,7 +19,8 @@ def with_quantization(
     """
     if not config.tie_embeddings and method.weight_spec(names["head"][0]) is not None:
         raise ModelConfigError(
-            f"quantization: {names['head'][0]} is quantised ({method.name}); the output layer is served unquantised only"
+            f"quantization: {names['head'][0]} is quantised ({method.name}); "
+            "the output layer is served unquantised only"
         )
     layers = [
         _with_specs(layer, method, names, layer_prefix.format(index)) for index, layer in enumerate(config.layers)

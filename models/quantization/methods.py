@@ -172,7 +172,7 @@ GGUF_PACKED = ("Q8_0", "Q4_0", "Q4_1")
 ONLINE: Mapping[str, WeightSpec] = {
     "fp8": WeightSpec("online", "float8", activations="token"),
     "int8": WeightSpec("online", "int", bits=8),
-    "int4": WeightSpec("online", "int", bits=4, group_size=128),
+    "int4": WeightSpec("online", "int", bits=4, group_size=128, has_zero=True),
 }
 """Methods for plain checkpoints: fp8 and int8 with a scale per output row, int4 with one per 128 columns."""
 _ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq"}

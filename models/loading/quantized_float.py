@@ -1,0 +1,95 @@
+"""Stored float8, and plain weights that are quantised while they are read; and the reader of each format.
+
+FP8 as in transformers (per tensor, or in blocks), FBGEMM (per row) and compressed-tensors.
+"""
+
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from ..quantization.packing import pack
+from ..quantization.spec import Format
+from .quantized_formats import AwqReader, GgufReader, GptqReader, IntQuantizedReader, PackQuantizedReader
+from .quantized_reader import FLOATS, Module, Reader, WeightReader, row_scales, scale_shapes
+
+FLOAT8_MAX = 448.0
+_LEAST_SCALE = 2.0**-100
+
+
+class Float8Reader(Reader):
+    def _suffixes(self) -> Mapping[str, bool]:
+        static = {"input_scale": True} if self.spec.activations == "static" else {}
+        return {"weight": True, self.spec.scale_name: True, **static}
+
+    def check(self) -> None:
+        self.module.check("weight", [self.module.shape], ["F8_E4M3"])
+        shapes = scale_shapes(self.out_size, self.num_groups)
+        if self.spec.block_rows is not None:
+            shapes = [(-(-self.out_size // self.spec.block_rows), self.num_groups)]
+        self.module.check(self.spec.scale_name, shapes, (*FLOATS, "F8_E8M0"))
+        if self.spec.activations == "static":
+            self.module.check("input_scale", [(), (1,)], FLOATS)
+
+    def rows(self, field: str, start: int, stop: int) -> np.ndarray:
+        if field == "weight":
+            return self.module.raw("weight")[start:stop]
+        stored = self.module.raw(self.spec.scale_name)
+        if self.spec.block_rows is None:
+            scales = row_scales(stored, start, stop)
+        else:
+            scales = stored[np.arange(start, stop) // self.spec.block_rows]
+        groups = np.arange(0, self.in_size, self.module.group) // (self.spec.group_size or self.in_size)
+        return scales[:, groups].astype(np.float32)
+
+    def vector(self, field: str) -> np.ndarray:
+        return self.module.raw("input_scale").reshape(1)
+
+
+class OnlineReader(Reader):
+    """Plain weights. Float8 and 8 bits are symmetric, 4 bits have zero points; scales have bfloat16's precision, so
+    that codes fit the scales that will be multiplied by."""
+
+    def check(self) -> None:
+        self.module.source.check_readable(f"{self.module.name}.weight")
+        info = self.module.source.tensors[f"{self.module.name}.weight"]
+        if info.shape != self.module.shape:
+            raise self.module.fail("weight", "shape", expected=self.module.shape, found=info.shape)
+
+    def rows(self, field: str, start: int, stop: int) -> np.ndarray:
+        plain = np.empty((stop - start, self.in_size), np.float32)
+        self.module.source.read_rows(f"{self.module.name}.weight", start, stop, plain)
+        groups = plain.reshape(stop - start, -1, self.module.group)
+        if self.spec.kind == "float8":
+            scales = np.maximum(np.abs(groups).max(-1) / FLOAT8_MAX, _LEAST_SCALE)
+            if field == "scale":
+                return scales
+            scaled = np.clip(groups / scales[..., None], -FLOAT8_MAX, FLOAT8_MAX)
+            return scaled.astype(ml_dtypes.float8_e4m3fn).reshape(plain.shape)
+        scales, zeros, codes = _integers(groups, self.spec.bits, self.spec.has_zero)
+        if field == "packed":
+            return pack(codes.reshape(plain.shape), self.spec.bits)
+        return scales if field == "scale" else zeros
+
+
+def _integers(groups: np.ndarray, bits: int, has_zero: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """f32 ``[rows, groups, n]`` → scales f32 and zero points i8 ``[rows, groups]``, codes i8 ``[rows, groups, n]``."""
+    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    least, most = np.minimum(groups.min(-1), 0.0), np.maximum(groups.max(-1), 0.0)
+    span = (most - least) / (high - low) if has_zero else np.maximum(most, -least) / high
+    scales = np.maximum(span, _LEAST_SCALE).astype(ml_dtypes.bfloat16).astype(np.float32)
+    zeros = np.clip(np.rint(low - least / scales), low, high) if has_zero else np.zeros_like(scales)
+    codes = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], low, high)
+    return scales, zeros.astype(np.int8), codes.astype(np.int8)
+
+
+FORMATS: Mapping[Format, Callable[[Module], WeightReader]] = {
+    "awq": AwqReader,
+    "gptq": GptqReader,
+    "gptq_v2": GptqReader,
+    "pack-quantized": PackQuantizedReader,
+    "int-quantized": IntQuantizedReader,
+    "fp8": Float8Reader,
+    "gguf": GgufReader,
+    "online": OnlineReader,
+}
