@@ -10,13 +10,14 @@ from flax import nnx
 
 from ..quantization.spec import WeightSpecs
 from ..quantization.weights import (
+    QUANTIZED_TYPES,
     Float8Weight,
     IntWeight,
     PartedWeight,
+    QuantizedWeight,
     Weight,
     dequantize,
     empty_weight,
-    is_quantized,
     rows_of,
 )
 
@@ -40,7 +41,7 @@ def matmul(x: jax.Array, weight: Weight, *, out_dtype: jnp.dtype | None = None) 
     if x.ndim != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"cannot multiply x {x.shape} by weight {weight.shape}; expected [T, in] and [out, in]")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    if is_quantized(weight):
+    if isinstance(weight, QUANTIZED_TYPES):
         return _quantized_matmul(x, weight, out_dtype)
     right, left = partial(_weights_right, out_dtype=out_dtype), partial(_weights_left, out_dtype=out_dtype)
     if x.shape[0] not in _FEW_TOKENS:
@@ -58,7 +59,7 @@ def _weights_left(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.
     return jax.lax.optimization_barrier(product).T
 
 
-def _quantized_matmul(x: jax.Array, weight: Weight, out_dtype: jnp.dtype) -> jax.Array:
+def _quantized_matmul(x: jax.Array, weight: QuantizedWeight, out_dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, PartedWeight):
         return jnp.concatenate([matmul(x, part, out_dtype=out_dtype) for part in weight.parts], axis=-1)
     if isinstance(weight, IntWeight):
@@ -148,7 +149,7 @@ class Linear(nnx.Module):
 
 
 def _rows(weight: Weight, rows: slice) -> Weight:
-    return rows_of(weight, lambda array: array[rows]) if is_quantized(weight) else weight[rows]
+    return weight[rows] if isinstance(weight, jax.Array) else rows_of(weight, lambda array: array[rows])
 
 
 def _linear(x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:

@@ -20,7 +20,8 @@ Shape = tuple[int, ...]
 class WeightReader(Protocol):
     """Reads one weight."""
 
-    file: Path
+    @property
+    def file(self) -> Path: ...
 
     def tensor_names(self) -> Sequence[str]:
         """Of the checkpoint, that the weight is read from, or that say nothing beside them."""
@@ -99,6 +100,9 @@ class Reader:
 
     def required(self) -> list[str]:
         return [f"{self.module.name}.{suffix}" for suffix, must in self._suffixes().items() if must]
+
+    def vector(self, field: str) -> np.ndarray:
+        raise NotImplementedError(field)
 
     def num_bytes(self) -> int:
         return self.module.source.tensors[f"{self.module.name}.{self.main}"].num_bytes

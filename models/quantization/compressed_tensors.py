@@ -79,7 +79,7 @@ def _weight_spec(group: Fields, form: str) -> WeightSpec:
     if bits not in ((4, 8) if form == "pack-quantized" else (8,)):
         weights.refuse("num_bits", bits, "4, 8" if form == "pack-quantized" else "8")
     if form == "pack-quantized":
-        return WeightSpec(form, "int", bits, group_size, has_zero=not symmetric, act_order=act_order)
+        return WeightSpec("pack-quantized", "int", bits, group_size, has_zero=not symmetric, act_order=act_order)
     return WeightSpec("int-quantized", "int", bits, group_size, has_zero=not symmetric)
 
 

@@ -4,7 +4,7 @@ Layouts and keys: AutoAWQ, AutoGPTQ and GPTQModel, transformers' fine-grained FP
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -175,8 +175,15 @@ ONLINE: Mapping[str, WeightSpec] = {
     "int4": WeightSpec("online", "int", bits=4, group_size=128, has_zero=True),
 }
 """Methods for plain checkpoints: fp8 and int8 with a scale per output row, int4 with one per 128 columns."""
+_STORED: Mapping[str, Callable[[Fields], QuantizationMethod]] = {
+    "awq": Awq.read,
+    "gptq": Gptq.read,
+    "fp8": Fp8.read,
+    "fbgemm_fp8": Fp8.read_fbgemm,
+    "compressed-tensors": CompressedTensors.read,
+}
 _ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
-METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "gguf", "int8", "int4", *_ALIASES)
+METHODS = (*_STORED, "gguf", "int8", "int4", *_ALIASES)
 """What ``--quantization`` may say. The names of vLLM's kernels for a format stand for the format."""
 
 
@@ -185,17 +192,15 @@ def read_method(found: Any) -> QuantizationMethod | None:
 
     Raises ModelConfigError, naming the key, for a method or an option that is not served.
     """
-    from_key = {"awq": Awq.read, "gptq": Gptq.read, "fp8": Fp8.read, "fbgemm_fp8": Fp8.read_fbgemm}
     if not found:
         return None
     fields = Fields(found, "quantization_config")
     method = str(fields.get("quant_method", "unnamed")).lower()
-    if method == "compressed-tensors":
-        return CompressedTensors.read(fields)
-    if method not in from_key:
-        known = ", ".join([*from_key, "compressed-tensors"])
-        raise ModelConfigError(f"quantization_config: method {method!r} is not supported; supported: {known}")
-    return from_key[method](fields)
+    if method not in _STORED:
+        raise ModelConfigError(
+            f"quantization_config: method {method!r} is not supported; supported: {', '.join(_STORED)}"
+        )
+    return _STORED[method](fields)
 
 
 def choose_method(

@@ -9,7 +9,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """i8 ``[rows, n]`` of 4 or 8 bits, signed → i32 ``[rows, n * bits / 32]``, first code lowest, two's complement."""
-    stored = np.ascontiguousarray(codes).view(np.uint8)
+    stored: np.ndarray = np.ascontiguousarray(codes).view(np.uint8)
     if bits == 4:
         pairs = stored.reshape(len(stored), -1, 2)
         stored = pairs[..., 0] & 15 | pairs[..., 1] << 4

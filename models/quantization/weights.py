@@ -103,11 +103,6 @@ Weight: TypeAlias = jax.Array | QuantizedWeight
 QUANTIZED_TYPES = (IntWeight, Float8Weight, PartedWeight)
 
 
-def is_quantized(leaf: Any) -> bool:
-    """Whether a node of the parameter tree is a quantised weight."""
-    return isinstance(leaf, QUANTIZED_TYPES)
-
-
 _WITHOUT_ROWS = ("permutation", "input_scale")
 
 
