@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..attention_common import AttentionOptions, attend_scaled, check_attention_inputs, check_kv_scales, check_work
 from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
-from ..float8 import as_numbers
+from ..float8 import FLOAT8, as_numbers
 from ..paged_attention import work_spec as decode_work_spec
 from ..tuning import current_gpu, facts_of, find_tuned
 from .config import MosaicTuningConfig, mosaic_tuning
@@ -127,8 +127,8 @@ def _mosaic_tuning(
     kernel cannot serve."""
     num_kv_heads, block_size, head_dim = kv.shape[2:]
     check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
-    if kv.dtype != q.dtype:
-        raise ValueError(f"mixed attention by mosaic takes a pool of q's type {q.dtype}; got {kv.dtype}")
+    if kv.dtype not in (q.dtype, FLOAT8):
+        raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of {FLOAT8}; got {kv.dtype}")
     tuned = None
     if interpret is None and (gpu := current_gpu()):
         tuned = find_tuned("ragged_paged_attention", gpu, facts_of(q, kv))
@@ -151,4 +151,4 @@ def _ragged_paged_attention_mosaic(
 ) -> jax.Array:
     kernel = load_mosaic("ragged_paged_attention").ragged_paged_attention_mosaic
     work = spec.plan(query_start_loc, seq_lens, q.shape[0]) if work is None else work
-    return kernel(q, kv, block_tables, seq_lens, sinks, work, options, spec.tuning, interpret)
+    return kernel(q, kv, block_tables, seq_lens, sinks, work, options, spec.tuning, interpret, kv_scales)

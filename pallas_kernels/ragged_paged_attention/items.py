@@ -27,6 +27,9 @@ class KernelShape:
     head_dim: int
     block_size: int
     dtype: Any
+    """Of queries, of the output and of what is multiplied."""
+    kv_dtype: Any
+    """Of the pool; keys and values of another type are widened to ``dtype`` tile by tile."""
     options: AttentionOptions
     has_sinks: bool
     tuning: MosaicTuningConfig
@@ -57,9 +60,26 @@ class KernelShape:
         return self.tuning.tile_kv // self.block_size
 
     @property
+    def widens(self) -> bool:
+        return self.kv_dtype != self.dtype
+
+    @property
+    def slice_columns(self) -> int:
+        """Columns of a tile in shared memory, and of what is changed in it at once."""
+        return 64 if self.head_dim % 64 == 0 else 32
+
+    @property
     def transforms(self) -> tuple:
-        swizzle = 128 if self.head_dim % 64 == 0 else 64
-        return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+        return self._transforms(self.dtype)
+
+    @property
+    def raw_transforms(self) -> tuple:
+        """Of tiles as they are in the pool."""
+        return self._transforms(self.kv_dtype)
+
+    def _transforms(self, dtype: Any) -> tuple:
+        swizzle = self.slice_columns * jnp.dtype(dtype).itemsize
+        return plgpu.TilingTransform((8, self.slice_columns)), plgpu.SwizzleTransform(swizzle)
 
 
 class Refs(NamedTuple):
@@ -75,6 +95,7 @@ class Refs(NamedTuple):
     q_smem: Ref  # [2, H / value_dim, 64, value_dim]; in the end the first part is the output's
     k_smem: Ref  # [stages, tile_kv, H]
     v_smem: Ref  # [stages, tile_kv, H]
+    raw_smem: Ref  # [raw_stages, tile_kv, H] of the pool's type; None unless widens
     edge_smem: Ref  # [2, 64, 64]
     p_smem: Ref  # [2, 64, tile_kv]; None unless stage_p_in_smem
     q_full: Ref
@@ -83,7 +104,7 @@ class Refs(NamedTuple):
     k_empty: Ref  # [stages]
     v_full: Ref  # [stages]
     v_empty: Ref  # [stages]
-    v_raw: Ref
+    raw_full: Ref  # [raw_stages]; unless widens, of values that are to be cleared before they are used
     turn: Ref
 
 

@@ -6,7 +6,7 @@ ahead. Two warpgroups compute, with 64 queries each: the same tokens of two head
 group is odd, neighbouring tokens of one head; of a head wider than 128 columns, each half of the values. They walk from
 the diagonal back to the first visible key, so that the tiles that need a mask come first (and, with a window, last),
 and take turns on the tensor cores: while one multiplies, the other computes its softmax, the idea of FlashAttention-3
-(Shah et al., 2024).
+(Shah et al., 2024). Of a float8 pool, the fetching warpgroup also widens what it fetched (``widen.py``).
 """
 
 import math
@@ -19,12 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions, visible
+from ..attention_common import LOWEST_MAX, MASK_VALUE, AttentionOptions, attend_scaled, visible
 from ..compat import interpret_option
+from ..float8 import FLOAT8
 from ..packed_array import PackedArray
 from ..paged_attention import paged_attention
 from .config import MosaicTuningConfig
 from .items import Item, KernelShape, Ref, Refs, WarpgroupRows, for_each_item, load_item, warpgroup_rows
+from .widen import fetch_widened
 from .work import ALIGNMENT, COMPUTE_WGS, WG_QUERIES, MixedWorkPlan, TilePlan
 
 COMPUTE_REGISTERS, FETCH_REGISTERS = 216, 72
@@ -51,12 +53,20 @@ def ragged_paged_attention_mosaic(
     options: AttentionOptions,
     tuning: MosaicTuningConfig,
     interpret: Any = None,
+    kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """Shapes as in ``ragged_paged_attention``, within what ``dispatch.check_mosaic_shapes`` accepts.
 
-    Rows with one query token go through ``paged_attention``, the others through this package's kernel.
+    Rows with one query token go through ``paged_attention``, the others through this package's kernel. Over a float8
+    pool it works in float16, which holds all float8 values and to which the hardware converts at once; the scales of
+    keys and values are applied to queries and results.
     """
-    out = attend_tiles(q, kv, block_tables, work.tiles, sinks, options, tuning, interpret)
+
+    def attend(q: jax.Array) -> jax.Array:
+        q = q.astype(jnp.float16 if kv.dtype == FLOAT8 else kv.dtype)
+        return attend_tiles(q, kv, block_tables, work.tiles, sinks, options, tuning, interpret)
+
+    out = attend_scaled(attend, q, kv_scales).astype(q.dtype)
     single_out = paged_attention(
         q.at[work.single_tokens].get(mode="clip"),
         kv,
@@ -68,6 +78,7 @@ def ragged_paged_attention_mosaic(
         sinks=sinks,
         implementation="mosaic",
         interpret=interpret,
+        kv_scales=kv_scales,
         work=work.singles,
     )
     return out.at[work.single_tokens].set(single_out, mode="drop")
@@ -98,6 +109,7 @@ def attend_tiles(
         head_dim=head_dim,
         block_size=block_size,
         dtype=q.dtype,
+        kv_dtype=kv.dtype,
         options=options,
         has_sinks=sinks is not None,
         tuning=tuning,
@@ -123,22 +135,25 @@ def attend_tiles(
 def _scratch(shape: KernelShape) -> tuple:
     tile_kv, stages = shape.tuning.tile_kv, shape.tuning.stages
     smem = partial(plgpu.SMEM, dtype=shape.dtype, transforms=shape.transforms)
-    p_transforms = (plgpu.TilingTransform((8, shape.transforms[0].tiling[1])), shape.transforms[1])
-    p_smem = plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, tile_kv), shape.dtype, transforms=p_transforms)
+    p_smem = plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, tile_kv), shape.dtype, transforms=shape.transforms)
+    raw = (shape.tuning.raw_stages if shape.widens else 1, tile_kv, shape.head_dim)
+    # A widened tile is one arrival, a tile that comes as it is one of each block.
+    arrivals = 1 if shape.widens else shape.tile_blocks
     per_stage = partial(plgpu.Barrier, num_barriers=stages)
     return (
         smem((COMPUTE_WGS, shape.split.columns, WG_QUERIES, shape.value_dim)),
         smem((stages, tile_kv, shape.head_dim)),
         smem((stages, tile_kv, shape.head_dim)),
+        plgpu.SMEM(raw, shape.kv_dtype, transforms=shape.raw_transforms) if shape.widens else None,
         plgpu.SMEM((COMPUTE_WGS, WG_QUERIES, EDGE_WIDTH), shape.dtype),
         p_smem if shape.tuning.stage_p_in_smem else None,
         plgpu.Barrier(num_arrivals=COMPUTE_WGS * shape.split.columns),
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
-        per_stage(num_arrivals=shape.tile_blocks),
+        per_stage(num_arrivals=arrivals),
         per_stage(num_arrivals=COMPUTE_WGS),
-        per_stage(num_arrivals=shape.tile_blocks),
+        per_stage(num_arrivals=arrivals),
         per_stage(num_arrivals=COMPUTE_WGS),
-        plgpu.Barrier(num_arrivals=shape.tile_blocks),
+        plgpu.Barrier(num_arrivals=shape.tile_blocks, num_barriers=raw[0]),
         plgpu.Barrier(num_arrivals=COMPUTE_WGS),
     )
 
@@ -179,6 +194,9 @@ def _fetch_item(refs: Refs, shape: KernelShape, place: jax.Array, index: jax.Arr
             source = refs.q.at[pl.ds(rows.start, WG_QUERIES), rows.head, columns]
             plgpu.copy_gmem_to_smem(source, refs.q_smem.at[warpgroup, part], refs.q_full)
     kv_head = item.head // shape.group
+    if shape.widens:
+        fetch_widened(refs, shape, item, turns, _clear_unwritten)
+        return turns + item.num_turns
 
     def fetch_tile(turn: jax.Array, _: None) -> None:
         slot = lax.rem(turn, stages)
@@ -193,8 +211,9 @@ def _fetch_item(refs: Refs, shape: KernelShape, place: jax.Array, index: jax.Arr
                 plgpu.copy_gmem_to_smem(refs.kv.at[block, index, kv_head], target, barrier)
 
         def copy_and_clear() -> None:
-            copy(1, refs.v_smem, refs.v_raw)
-            plgpu.barrier_wait(refs.v_raw)
+            raw_full = refs.raw_full.at[0]
+            copy(1, refs.v_smem, raw_full)
+            plgpu.barrier_wait(raw_full)
             _clear_unwritten(refs, shape, item, slot, tile * shape.tuning.tile_kv)
             for _ in blocks:
                 plgpu.barrier_arrive(refs.v_full.at[slot])
@@ -222,7 +241,7 @@ def _await_release(refs: Refs, shape: KernelShape, items: jax.Array, turns: jax.
 def _clear_unwritten(refs: Refs, shape: KernelShape, item: Item, slot: jax.Array, first_key: jax.Array) -> None:
     """Zeros the values that belong to no key: a probability of 0 times NaN would be NaN. In small pieces, because the
     fetching warpgroup has few registers, and here, because the computing ones have none to spare."""
-    width = shape.transforms[0].tiling[1]
+    width = shape.slice_columns
     row = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=plgpu.Layout.WGMMA)
     for chunk in range(0, shape.tuning.tile_kv, 64):
         key = first_key + chunk + row

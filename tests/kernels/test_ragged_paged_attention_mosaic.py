@@ -282,7 +282,7 @@ def test_shapes_beyond_the_kernel_are_named(changes, message):
 def test_another_pool_type_is_named():
     q, kv, *rest = SMALL.arrays()
     run = partial(ragged_paged_attention, scale=1.0, implementation="mosaic", interpret=INTERPRET)
-    with pytest.raises(ValueError, match="a pool of q's type bfloat16; got float16"):
+    with pytest.raises(ValueError, match="a pool of q's type bfloat16 or of float8_e4m3fn; got float16"):
         run(q, kv.astype(jnp.float16), *rest)
 
 
@@ -291,6 +291,7 @@ def test_another_pool_type_is_named():
     [
         ({"tile_kv": 96}, "tile_kv must be a multiple of 64; got 96"),
         ({"stages": 1}, "stages must be at least 2; got 1"),
+        ({"raw_stages": 0}, "raw_stages must be at least 1; got 0"),
         ({"num_ctas": 0}, "num_ctas must be at least 1; got 0"),
     ],
 )
@@ -308,6 +309,15 @@ MODELS = {
     "mistral-7b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 32, "window": 4096},
     "gemma-2-9b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "window": 4096, "softcap": 50.0},
     "gpt-oss-20b": {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
+    "llama-3-8b, float8 pool": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "kv_dtype": jnp.float8_e4m3fn},
+    "gemma-2-9b, float8 pool": {
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 256,
+        "window": 4096,
+        "softcap": 50.0,
+        "kv_dtype": jnp.float8_e4m3fn,
+    },
     "phi-3-mini": {"num_heads": 32, "num_kv_heads": 32, "head_dim": 96, "block_size": 32, "dtype": jnp.float16},
 }
 
@@ -319,6 +329,8 @@ def test_kernel_fits_the_gpu(model):
     memory within the limit."""
     shape = {"block_size": 16, "dtype": jnp.bfloat16, "has_sinks": False, "window": None, "softcap": None}
     shape |= MODELS[model]
+    kv_dtype = shape.get("kv_dtype", shape["dtype"])
+    dtype = jnp.float16 if "kv_dtype" in shape else shape["dtype"]
     num_tokens, num_rows, num_heads, head_dim = 2048, 64, shape["num_heads"], shape["head_dim"]
     pool = (20_000, 2, shape["num_kv_heads"], shape["block_size"], head_dim)
     options = AttentionOptions(head_dim**-0.5, shape["window"], shape["softcap"])
@@ -331,8 +343,8 @@ def test_kernel_fits_the_gpu(model):
     report = compile_for(
         "h200",
         attend,
-        of((num_tokens, num_heads, head_dim), shape["dtype"]),
-        of(pool, shape["dtype"]),
+        of((num_tokens, num_heads, head_dim), dtype),
+        of(pool, kv_dtype),
         of((num_rows, 512), jnp.int32),
         of((max_tiles(num_tokens, num_rows, 64), 5), jnp.int32),
         of((1,), jnp.int32),
