@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,8 @@ KEPT_DAYS = 14
 """Programs of other versions and settings are removed when they were not used for so long."""
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _SOURCES = ("engine", "models", "pallas_kernels")
+_writer = ThreadPoolExecutor(1, "keep-programs")
+_being_written: dict[Path, Future[None]] = {}
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
@@ -55,6 +58,7 @@ class ExecutableCache:
     def __init__(self, folder: Path | None, inputs: Sequence[str], devices: Sequence[jax.Device]) -> None:
         self._devices = list(devices)
         self._folder: Path | None = None
+        self._new: list[tuple[Path, jax.stages.Compiled]] = []
         self.num_loaded = 0
         if folder is None or any(_ADDRESS.search(text) for text in inputs):
             return
@@ -73,10 +77,21 @@ class ExecutableCache:
             return program
         program = compile_it()
         if path is not None:
-            _store(path, program)
+            self._new.append((path, program))
         return program
 
+    def keep(self) -> None:
+        """Writes what was compiled, in the background: it takes seconds, which a start need not wait for.
+
+        The process does not end before it is done, unless it is killed.
+        """
+        for path, program in self._new:
+            _being_written[path] = _writer.submit(_store, path, program)
+        self._new.clear()
+
     def _load(self, path: Path) -> jax.stages.Compiled | None:
+        if path in _being_written:
+            wait([_being_written[path]])
         try:
             data = path.read_bytes()
         except OSError:

@@ -66,6 +66,8 @@ class Programs:
         self._replicated = NamedSharding(model.mesh, P())
         self.compiler_options: dict[str, str | bool | int] = step_compiler_options(model.mesh.devices.flat[0].platform)
         """XLA's options for the steps."""
+        on_cpu = model.mesh.devices.flat[0].platform == "cpu"
+        self._small_options = self.compiler_options if on_cpu else None
         self._compiled: dict[str, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
         self._kept = self._executable_cache()
@@ -122,6 +124,7 @@ class Programs:
                 _finish({pool.submit(job): name for name, job in jobs}, pool, bar)
         finally:
             self._warming_up = False
+            self._kept.keep()
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """Device memory that a bucket's program needs besides its arguments and results."""
@@ -175,17 +178,19 @@ class Programs:
     def _compile_write_row(self) -> jax.stages.Compiled:
         layout = row_update_layout(self._config.max_model_len, self._config.max_blocks_per_request)
         program = jax.jit(partial(write_row, layout), donate_argnums=0, out_shardings=self._state_shardings)
-        return program.lower(self._state, self._int32(layout.size)).compile()
+        return program.lower(self._state, self._int32(layout.size)).compile(self._small_options)
 
     def _compile_copy_blocks(self) -> jax.stages.Compiled:
         program = jax.jit(copy_blocks, donate_argnums=0, out_shardings=self._state_shardings)
-        return program.lower(self._state, self._int32(BLOCK_COPIES, 2)).compile()
+        return program.lower(self._state, self._int32(BLOCK_COPIES, 2)).compile(self._small_options)
 
     def _compile_score_prompt(self) -> jax.stages.Compiled:
         program = jax.jit(
             partial(score_prompt, self._model.graphdef, self._config.vocab_size), out_shardings=self._replicated
         )
-        return program.lower(self._params, self._state.hidden, self._int32(2, PROMPT_LOGPROB_ROWS)).compile()
+        return program.lower(self._params, self._state.hidden, self._int32(2, PROMPT_LOGPROB_ROWS)).compile(
+            self._small_options
+        )
 
 
 @contextmanager

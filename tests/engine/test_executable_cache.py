@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from concurrent.futures import wait
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,17 @@ def open_cache(folder, *inputs):
     return ExecutableCache(folder, inputs, jax.devices()[:1])
 
 
+def compile_into(folder, *inputs):
+    """What a start does; its program is written when this returns."""
+    cache = open_cache(folder, *inputs)
+    program = cache.get("step", compile_double)
+    cache.keep()
+    wait(executable_cache._being_written.values())
+    return program
+
+
 def test_a_kept_program_is_found_by_the_next_start_and_still_donates(tmp_path):
-    open_cache(tmp_path, "model").get("step", compile_double)
+    compile_into(tmp_path, "model")
     again = open_cache(tmp_path, "model")
     program = again.get("step", never)
     x = jnp.ones(3)
@@ -36,13 +46,13 @@ def test_a_kept_program_is_found_by_the_next_start_and_still_donates(tmp_path):
 
 @pytest.mark.parametrize("other", [("another model",), ("model", "more"), ("mod", "el")])
 def test_other_inputs_find_nothing(tmp_path, other):
-    open_cache(tmp_path, "model").get("step", compile_double)
+    compile_into(tmp_path, "model")
     with pytest.raises(AssertionError, match="although"):
         open_cache(tmp_path, *other).get("step", never)
 
 
 def test_other_source_finds_nothing(tmp_path, monkeypatch):
-    open_cache(tmp_path, "model").get("step", compile_double)
+    compile_into(tmp_path, "model")
     monkeypatch.setattr(executable_cache, "source_digest", lambda: b"changed")
     with pytest.raises(AssertionError, match="although"):
         open_cache(tmp_path, "model").get("step", never)
@@ -74,16 +84,16 @@ def test_the_digest_covers_code_tuned_files_and_versions(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("inputs", [("<object at 0x7f00deadbeef>",), ("model", "<at 0x7f00deadbeef>")])
 def test_inputs_that_name_an_address_keep_nothing(tmp_path, inputs):
-    open_cache(tmp_path, *inputs).get("step", compile_double)
+    compile_into(tmp_path, *inputs)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_file_is_compiled_again_and_replaced(tmp_path, caplog):
-    open_cache(tmp_path, "model").get("step", compile_double)
+    compile_into(tmp_path, "model")
     (path,) = tmp_path.glob("programs-*/step")
     path.write_bytes(path.read_bytes()[:-100])
     with caplog.at_level(logging.WARNING):
-        assert open_cache(tmp_path, "model").get("step", compile_double)(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+        assert compile_into(tmp_path, "model")(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert str(path) in caplog.text
     open_cache(tmp_path, "model").get("step", never)
 
@@ -92,20 +102,27 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with caplog.at_level(logging.WARNING):
-        assert open_cache(blocked, "model").get("step", compile_double)(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+        assert compile_into(blocked, "model")(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert "not kept" in caplog.text
 
 
 def test_without_a_folder_everything_is_compiled():
-    assert open_cache(None).get("step", compile_double)(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert compile_into(None)(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_programs_unused_for_long_are_removed_and_used_ones_stay(tmp_path):
     for name in ("old", "recent", "current"):
-        open_cache(tmp_path, name).get("step", compile_double)
+        compile_into(tmp_path, name)
     folder_of = {name: open_cache(tmp_path, name)._folder for name in ("old", "recent", "current")}
     long_ago = time.time() - (executable_cache.KEPT_DAYS + 1) * 24 * 3600
     for name in ("old", "current"):
         os.utime(folder_of[name], (long_ago, long_ago))
     open_cache(tmp_path, "current")
     assert set(tmp_path.iterdir()) == {folder_of["recent"], folder_of["current"]}
+
+
+def test_a_start_right_after_another_waits_for_what_is_being_written(tmp_path):
+    cache = open_cache(tmp_path, "model")
+    cache.get("step", compile_double)
+    cache.keep()
+    open_cache(tmp_path, "model").get("step", never)
