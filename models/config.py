@@ -249,7 +249,9 @@ def _separate_quantization(folder: Path) -> dict[str, Any]:
         if (folder / name).exists():
             if method is None:
                 raise ModelConfigError(f"{folder} has {name}: ModelOpt's checkpoints are not supported")
-            return {"quantization_config": {"quant_method": method, **_read_json(folder / name)}}
+            found = {"quant_method": method, **_read_json(folder / name)}
+            read_method(found, str(folder / name))
+            return {"quantization_config": found}
     return {}
 
 

@@ -63,7 +63,7 @@ def _weight_spec(group: Fields, form: str) -> WeightSpec:
     weights = group.object("weights")
     bits, kind = weights.integer("num_bits", 8), weights.get("type", "int")
     strategy = weights.get("strategy", "tensor")
-    group_size = weights.group_size("group_size", None) if strategy == "group" else None
+    group_size = weights.group_size("group_size") if strategy == "group" else None
     symmetric = weights.boolean("symmetric", True)
     act_order = weights.get("actorder") in ("group", True)
     if strategy not in ("tensor", "channel", "group", "block"):

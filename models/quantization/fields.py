@@ -47,9 +47,9 @@ class Fields:
             raise ModelConfigError(f"{self._path}: {key} must be true or false, got {value!r}")
         return value
 
-    def group_size(self, key: str, default: int | None) -> int | None:
+    def group_size(self, key: str) -> int | None:
         """Columns; None for -1, the whole row."""
-        value = self.integer(key, -1 if default is None else default)
+        value = self.integer(key, None)
         if value == -1:
             return None
         if value < 1:

@@ -36,7 +36,7 @@ class Awq:
 
     @classmethod
     def read(cls, fields: Fields) -> "Awq":
-        bits = fields.integer("bits", fields.integer("w_bit", 4))
+        bits = fields.integer("w_bit" if "w_bit" in fields else "bits", None)
         if bits != 4:
             fields.refuse("bits", bits, "4")
         version = str(fields.get("version", "gemm")).lower()
@@ -44,7 +44,7 @@ class Awq:
             fields.refuse("version", version, "gemm")
         if not fields.boolean("zero_point", True):
             fields.refuse("zero_point", False, "true")
-        group_size = fields.group_size("group_size" if "group_size" in fields else "q_group_size", 128)
+        group_size = fields.group_size("group_size" if "group_size" in fields else "q_group_size")
         return cls(group_size, fields.names("modules_to_not_convert"))
 
     def weight_spec(self, module: str) -> WeightSpec | None:
@@ -91,7 +91,7 @@ class Gptq:
             "gptq_v2" if form == "gptq_v2" else "gptq",
             "int",
             bits=bits,
-            group_size=fields.group_size("group_size", 128),
+            group_size=fields.group_size("group_size"),
             has_zero=not fields.boolean("sym", False),
             act_order=fields.boolean("desc_act", False),
         )
@@ -187,18 +187,18 @@ METHODS = (*_STORED, "gguf", "int8", "int4", *_ALIASES)
 """What ``--quantization`` may say. The names of vLLM's kernels for a format stand for the format."""
 
 
-def read_method(found: Any) -> QuantizationMethod | None:
-    """From config.json's ``quantization_config``; None where there is none.
+def read_method(found: Any, where: str = "quantization_config") -> QuantizationMethod | None:
+    """From config.json's ``quantization_config``, or another file ``where`` it is; None where there is none.
 
     Raises ModelConfigError, naming the key, for a method or an option that is not served.
     """
     if not found:
         return None
-    fields = Fields(found, "quantization_config")
+    fields = Fields(found, where)
     method = str(fields.get("quant_method", "unnamed")).lower()
     if method not in _STORED:
         raise ModelConfigError(
-            f"quantization_config: method {method!r} is not supported; supported: {', '.join(_STORED)}"
+            f"{where}: method {method!r} is not supported; supported: {', '.join(_STORED)}"
         )
     return _STORED[method](fields)
 

@@ -143,7 +143,7 @@ def test_rope_numbers() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, "unknown keys.*mrope_section"),
         ({"rope_scaling": {"type": "llama3", "factor": 2}}, "needs low_freq_factor and high_freq_factor"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "method 'hqq' is not supported"),
         ({"hidden_act": "mish"}, "'mish' is not supported; supported: silu"),
         ({"torch_dtype": "float8"}, "'float8' is not supported"),
         ({"hidden_size": None}, "lacks hidden_size"),
