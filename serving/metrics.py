@@ -151,6 +151,7 @@ class _RequestSeries:
         self.preemptions = self._histogram("request_num_preemptions", PREEMPTION_BUCKETS)
         self.cached_tokens = self._counter("prompt_tokens_cached").labels(*labels)
         self.rejections = self._counter("admission_rejections", "reason")
+        self.rejections.labels(*labels, "queue_full")  # there at 0: the first increase of a new series is not seen
         finished = self._counter("request_success", "finished_reason")
         self.finished = {reason: finished.labels(*labels, reason.value) for reason in FinishReason}
 
