@@ -5,19 +5,24 @@ Tokens are sorted by expert, so that an expert's weights meet all of its tokens 
 array ``[T, E, D]`` to do so (docs/architecture.md has the figures).
 """
 
+import logging
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from ...pallas_kernels.grouped_matmul import grouped_matmul, mosaic_tiles, plan_items, tiles_obstacle
 from ..decoder_config import Activation, DecoderConfig, MoESpec
 from ..errors import ModelConfigError
 from ..sharding import TP_AXIS, Placement
 from .linear import Linear, matmul
 from .mlp import ACTIVATIONS, MLP
+
+logger = logging.getLogger(__name__)
 
 MAX_BLOCK_ROWS = 64
 """Of a product with one expert's weights."""
@@ -52,8 +57,20 @@ def route(logits: jax.Array, live: jax.Array, spec: MoESpec) -> Routing:
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     rows = jnp.arange(len(order), dtype=jnp.int32)
     places = jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True)
-    ends = jnp.searchsorted(experts[order], jnp.arange(spec.num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    return Routing(order // spec.experts_per_token, places.reshape(weights.shape), weights, jnp.diff(ends), live)
+    group_sizes = jnp.sum(experts[:, None] == jnp.arange(spec.num_experts), axis=0, dtype=jnp.int32)
+    return Routing(order // spec.experts_per_token, places.reshape(weights.shape), weights, group_sizes, live)
+
+
+def grouped_mlp_mosaic(
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array, *, activation: Activation, interpret: Any
+) -> jax.Array:
+    """As ``grouped_mlp``, by a kernel for Hopper; rows past the last group may be NaN. ``interpret`` is for a CPU."""
+    tiles = mosaic_tiles(len(x), len(group_sizes), (gate_up.shape[1], down.shape[1]))
+    items = plan_items(group_sizes, len(x), tiles.rows)
+    product = partial(grouped_matmul, items=items, tiles=tiles, interpret=interpret)
+    hidden = product(x, gate_up)
+    gate, up = jnp.split(hidden, 2, axis=1)
+    return product(ACTIVATIONS[activation](gate) * up, down)
 
 
 def grouped_mlp(
@@ -72,7 +89,7 @@ def grouped_mlp(
     padded = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(index: jax.Array, written: jax.Array) -> jax.Array:
-        expert = jnp.searchsorted(block_ends, index, side="right")
+        expert = jnp.searchsorted(block_ends, index, side="right", method="compare_all")
         block = index - (block_ends[expert] - blocks[expert])
         row = group_ends[expert] - group_sizes[expert] + block * size
         rows = jax.lax.dynamic_slice_in_dim(padded, row, size)
@@ -82,6 +99,19 @@ def grouped_mlp(
         return jax.lax.dynamic_update_slice_in_dim(written, result, row, axis=0)
 
     return jax.lax.fori_loop(0, block_ends[-1], body, jnp.zeros_like(padded))[:num_rows]
+
+
+def choose_grouped_mlp(hidden: int, ffn: int, dtype: jnp.dtype, placement: Placement) -> Callable[..., jax.Array]:
+    """The kernel where attention is a kernel too, if it can serve the experts' shapes; else, and say so, plain JAX."""
+    if placement.implementation != "mosaic":
+        return grouped_mlp
+    tiles = mosaic_tiles(1, 1, (2 * ffn, hidden))
+    shapes = ((hidden, 2 * ffn), (ffn, hidden))
+    obstacle = next(filter(None, (tiles_obstacle(*shape, dtype.name, tiles) for shape in shapes)), None)
+    if obstacle is None:
+        return partial(grouped_mlp_mosaic, interpret=placement.interpret)
+    logger.warning("experts are multiplied by a loop over blocks of rows, which is slow on a GPU: %s", obstacle)
+    return grouped_mlp
 
 
 def block_rows(num_rows: int, num_experts: int) -> int:
@@ -125,6 +155,7 @@ class MoE(nnx.Module):
         self.shared = None if shared is None else mlp(intermediate_size=shared)
         self.shared_gate = None if shared is None else Linear(hidden, 1, bias=False, dtype=dtype)
         self.spec, self.placement = spec, placement
+        self._grouped_mlp = choose_grouped_mlp(hidden, spec.intermediate_size // shards, dtype, placement)
         self.activation: Activation = config.activation
 
     def __call__(self, x: jax.Array, live: jax.Array) -> jax.Array:
@@ -147,7 +178,7 @@ class MoE(nnx.Module):
     def _mix(self, x: jax.Array, gate_up: jax.Array, down: jax.Array, routing: Routing) -> jax.Array:
         """→ ``[T, D]``; on several shards each computes its share of every expert, and all add up."""
         rows = jnp.take(x, routing.tokens, axis=0, mode="clip")
-        rows = grouped_mlp(rows, gate_up, down, routing.group_sizes, activation=self.activation)
+        rows = self._grouped_mlp(rows, gate_up, down, routing.group_sizes, activation=self.activation)
         chosen = jnp.take(rows, routing.places, axis=0, mode="clip")
         # The rows of padding were not computed.
         weighted = jnp.where(routing.live[:, None, None], chosen.astype(jnp.float32) * routing.weights[..., None], 0.0)

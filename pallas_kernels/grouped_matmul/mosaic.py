@@ -1,0 +1,151 @@
+"""The grouped product for Hopper GPUs, in Pallas Mosaic GPU.
+
+A thread block has a run of rows of one group and a tile of that group's weight's rows. Tiles of x and of the weight
+come by TMA along the inner axis, several on their way at once, and wgmma adds up in registers. A run begins at its
+group's first row wherever that is, so rows need no padding to tiles; of the result only the run's own rows are
+written, in pieces of a power of two, since a TMA's size is fixed when the kernel is compiled.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..compat import interpret_option
+from .items import GroupItems
+from .tiles import TILE_IN, WARPGROUP_ROWS, MosaicTiles
+
+
+def grouped_matmul_mosaic(
+    x: jax.Array, weight: jax.Array, items: GroupItems, tiles: MosaicTiles, interpret: Any = None
+) -> jax.Array:
+    """Arguments as in ``grouped_matmul``, within what ``tiles_obstacle`` accepts."""
+    num_rows, out_size = x.shape[0], weight.shape[1]
+    kernel = plgpu.kernel(
+        partial(_kernel, tiles=tiles, num_tiles=x.shape[1] // TILE_IN),
+        out_type=jax.ShapeDtypeStruct((num_rows, out_size), x.dtype),
+        # The last axis runs fastest: the tiles of one run find its rows in the cache, and the next run of the same
+        # group the weights.
+        grid=(items.group.shape[0], out_size // tiles.tile_out),
+        grid_names=("item", "columns"),
+        num_threads=tiles.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=_scratch(tiles, x.dtype),
+        # The other semantics finds no layout for the store of the result.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="grouped_matmul",
+        **interpret_option(interpret),
+    )
+    # The last run's tile reaches past the last row, where a TMA reads zeros; the interpreter would complain.
+    padded = x if interpret is None else jnp.pad(x, ((0, tiles.rows), (0, 0)))
+    result: jax.Array = kernel(padded, weight, *items)
+    return result
+
+
+def _scratch(tiles: MosaicTiles, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers."""
+
+    def tiled(*rows: int) -> Any:
+        transforms = (plgpu.TilingTransform((8, TILE_IN)), plgpu.SwizzleTransform(TILE_IN * jnp.dtype(dtype).itemsize))
+        return plgpu.SMEM((tiles.stages, *rows, TILE_IN), dtype, transforms=transforms)
+
+    return {
+        "x_s": tiled(tiles.warpgroups, WARPGROUP_ROWS),
+        # The result is stored when all weights have been used: it takes their place.
+        "w_and_out_s": plgpu.RefUnion(
+            tiled(tiles.tile_out), plgpu.SMEM((tiles.warpgroups, WARPGROUP_ROWS, tiles.tile_out), dtype)
+        ),
+        "arrived": plgpu.Barrier(num_arrivals=1 + tiles.warpgroups, num_barriers=tiles.stages),
+        "used": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages),
+        "finished": plgpu.Barrier(num_arrivals=tiles.warpgroups),
+    }
+
+
+def _kernel(
+    x_g: Any,
+    w_g: Any,
+    group_g: Any,
+    first_g: Any,
+    count_g: Any,
+    out_g: Any,
+    *,
+    tiles: MosaicTiles,
+    num_tiles: int,
+    **scratch: Any,
+) -> None:
+    item = lax.axis_index("item")
+    count = count_g[item]
+
+    @pl.when(count > 0)
+    def _() -> None:
+        rows = (first_g[item], count)
+        _run(x_g, w_g.at[group_g[item]], out_g, rows, tiles=tiles, num_tiles=num_tiles, **scratch)
+
+
+def _run(
+    x_g: Any,
+    w_g: Any,
+    out_g: Any,
+    rows: tuple[jax.Array, jax.Array],
+    *,
+    tiles: MosaicTiles,
+    num_tiles: int,
+    **scratch: Any,
+) -> None:
+    """One run of rows: the first, and how many."""
+    first_row, count = rows
+    x_s, arrived, used, finished = (scratch[name] for name in ("x_s", "arrived", "used", "finished"))
+    w_s, out_s = scratch["w_and_out_s"]
+    stages, warpgroup = tiles.stages, lax.axis_index("warpgroup")
+    columns = pl.ds(lax.axis_index("columns") * tiles.tile_out, tiles.tile_out)
+
+    def fetch(tile: jax.Array) -> None:
+        slot, inner = lax.rem(tile, jnp.int32(stages)), pl.ds(tile * TILE_IN, TILE_IN)
+        for part in range(tiles.warpgroups):
+            rows = pl.ds(first_row + part * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            plgpu.copy_gmem_to_smem(x_g.at[rows, inner], x_s.at[slot, part], arrived.at[slot])
+        plgpu.copy_gmem_to_smem(w_g.at[columns, inner], w_s.at[slot], arrived.at[slot])
+
+    def refill(tile: jax.Array) -> None:
+        """The stage of a tile that this warpgroup has used, when all have."""
+        plgpu.barrier_wait(used.at[lax.rem(tile, jnp.int32(stages))])
+        fetch(tile + stages)
+
+    for i in range(min(stages, num_tiles)):
+        pl.when(warpgroup == 0)(partial(fetch, jnp.int32(i)))
+
+    def product(accumulator: Any) -> jax.Array:
+        @pl.loop(0, num_tiles)
+        def _(tile: jax.Array) -> None:
+            slot = lax.rem(tile, jnp.int32(stages))
+            plgpu.barrier_wait(arrived.at[slot])
+            plgpu.wgmma(accumulator, x_s.at[slot, warpgroup], w_s.at[slot].T)
+            # The product before is done when only this one is under way.
+            plgpu.wgmma_wait(1)
+
+            @pl.when(tile > 0)
+            def _() -> None:
+                plgpu.barrier_arrive(used.at[lax.rem(tile - 1, jnp.int32(stages))])
+
+            pl.when((warpgroup == 0) & (tile > 0) & (tile - 1 + stages < num_tiles))(lambda: refill(tile - 1))
+
+        return accumulator[...]
+
+    total = pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, tiles.tile_out), jnp.float32))
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
+    # In plain rows, so that any number of them can be copied: there is no store of 2 bytes without bank conflicts then.
+    plgpu.store(out_s.at[warpgroup], total.astype(out_s.dtype), optimized=False)
+    plgpu.commit_smem()
+    mine = jnp.clip(count - warpgroup * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
+    size = WARPGROUP_ROWS
+    while size:
+        offset = mine & ~(2 * size - 1)
+        target = out_g.at[pl.ds(first_row + warpgroup * WARPGROUP_ROWS + offset, size), columns]
+        pl.when(mine & size != 0)(partial(plgpu.copy_smem_to_gmem, out_s.at[warpgroup, pl.ds(offset, size)], target))
+        size //= 2
+    plgpu.wait_smem_to_gmem(0)
