@@ -55,9 +55,13 @@ def backend_is_up() -> bool:
 
 
 def make_cpu_devices(count: int) -> None:
-    """Lets the CPU count as so many devices, or more if more were asked for. Must run before the first use of one."""
+    """Lets the CPU count as so many devices, or more if more were asked for. Must run before the first use of one.
+
+    XLA's threads have to outnumber the devices, which hold one each while they wait for each other.
+    """
     if jax.config.values["jax_num_cpu_devices"] < count > 1:
         jax.config.update("jax_num_cpu_devices", count)
+        os.environ["NPROC"] = str(max(os.cpu_count() or 1, 2 * count + 2))
 
 
 def make_mesh(num_devices: int) -> Mesh:
