@@ -61,8 +61,9 @@ def _weight_spec(group: Fields, form: str) -> WeightSpec:
     if form not in _FORMATS:
         group.refuse("format", form, ", ".join(_FORMATS))
     weights = group.object("weights")
-    bits, kind = weights.integer("num_bits", 8), weights.get("type", "int")
-    strategy = weights.get("strategy", "tensor")
+    bits, kind = weights.integer("num_bits", None), weights.get("type", "int")
+    size = weights.get("group_size")
+    strategy = weights.get("strategy", "tensor" if size is None else "channel" if size == -1 else "group")
     group_size = weights.group_size("group_size") if strategy == "group" else None
     symmetric = weights.boolean("symmetric", True)
     act_order = weights.get("actorder") in ("group", True)
