@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from ..dispatch import Implementation, check_implementation, load_mosaic
 from ..tuning import current_gpu, find_tuned
 from .config import BITS, MAX_KERNEL_TOKENS, MosaicTuningConfig, check_mosaic_sizes, mosaic_tuning
+from .float8 import float8_matmul
 from .xla import WORD_BITS, quantized_matmul_xla
 
-__all__ = ["mosaic_obstacle", "quantized_matmul"]
+__all__ = ["float8_matmul", "mosaic_obstacle", "quantized_matmul"]
 
 
 def quantized_matmul(

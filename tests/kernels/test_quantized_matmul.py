@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from packed_weights import PackedCase, row_errors
 
-from octavo.pallas_kernels.quantized_matmul import mosaic_obstacle, quantized_matmul
+from octavo.pallas_kernels.quantized_matmul import float8_matmul, mosaic_obstacle, quantized_matmul
 from octavo.pallas_kernels.quantized_matmul.config import MosaicTuningConfig, mosaic_tuning
 from octavo.pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
 
@@ -167,3 +167,39 @@ def test_layers_share_one_trace():
     calls = [e.params["jaxpr"] for e in jax.make_jaxpr(layers)(x).eqns if "jaxpr" in e.params]
     assert len(calls) == 2
     assert calls[0] is calls[1]
+
+
+def float8_operands():
+    rng = np.random.default_rng(3)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn) for shape in ((5, 32), (12, 32)))
+    x_scale, weight_scale = (jnp.asarray(rng.uniform(0.5, 2, size), jnp.float32) for size in (5, 12))
+    return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale}
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_float8_is_scaled_after_the_product(per_tensor):
+    given = float8_operands()
+    if per_tensor:
+        given |= {"x_scale": jnp.float32(3.0), "weight_scale": jnp.float32(0.25)}
+    exact = {name: np.asarray(value, np.float64) for name, value in given.items()}
+    want = exact["x"] @ exact["weight"].T * np.reshape(exact["x_scale"], (-1, 1)) * exact["weight_scale"]
+    assert row_errors(float8_matmul(**given, out_dtype=jnp.float32), want) <= 1e-6
+    rounded = float8_matmul(**given)
+    assert rounded.dtype == jnp.bfloat16
+    assert row_errors(rounded, want) <= 4e-3
+    swapped = given | {"x_scale": 2 * given["x_scale"]}
+    assert row_errors(float8_matmul(**swapped), want) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": jnp.zeros((5, 32), jnp.bfloat16)}, r"x must be float8_e4m3fn with two axes; got bfloat16 \[5, 32\]"),
+        ({"weight": jnp.zeros((12, 16), jnp.float8_e4m3fn)}, "the inner sizes differ"),
+        ({"x_scale": jnp.zeros((12,))}, r"x_scale must be \[5\] or one number; got \[12\]"),
+        ({"weight_scale": jnp.zeros((12, 1))}, r"weight_scale must be \[12\] or one number; got \[12, 1\]"),
+    ],
+)
+def test_float8_arguments_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        float8_matmul(**{**float8_operands(), **changes})
