@@ -39,6 +39,7 @@ PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 HTTP_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
 
 LABELS = ("model_name", "engine")
+_OPENMETRICS = "application/openmetrics-text"
 ENGINE_LABEL = "0"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
@@ -95,6 +96,9 @@ class ServerMetrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """(body, content type) of a scrape."""
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith(_OPENMETRICS):
+            # Names with a colon need no escapes, but the library makes it an underscore, unless it is told not to.
+            encode, _ = choose_encoder(f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8")
         return encode(self._scraped), content_type
 
     def record_http(self, handler: str, method: str, status: int, duration_s: float) -> None:

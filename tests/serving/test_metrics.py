@@ -134,6 +134,29 @@ async def test_openmetrics_on_demand(running):
         assert (await response.text()).endswith("# EOF\n")
 
 
+ACCEPTS = {
+    "Prometheus 2": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Prometheus 3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.4,*/*;q=0.3",
+    "Prometheus 3, old names": "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.6,*/*;q=0.3",
+    "no version": "application/openmetrics-text",
+    "text": "text/plain;version=1.0.0",
+    "curl": "*/*",
+}
+
+
+@pytest.mark.parametrize("who", ACCEPTS)
+async def test_names_keep_their_colon(running, who):
+    """However a scraper asks: dashboards and alerts ask for ``vllm:``."""
+    async with running.http.get("/metrics", headers={"Accept": ACCEPTS[who]}) as response:
+        lines = (await response.text()).splitlines()
+    names = {line.partition("{")[0] for line in lines if not line.startswith("#")}
+    assert {"vllm:num_requests_running", "vllm:generation_tokens_total", "octavo:step_failures_total"} <= names
+    assert "vllm:e2e_request_latency_seconds_bucket" in names
+    assert not any(name.startswith(("vllm_", "octavo_")) for name in names)
+
+
 def test_buckets():
     assert token_buckets(64) == (1, 2, 5, 10, 20, 50)
     assert token_buckets(100) == (1, 2, 5, 10, 20, 50, 100)
