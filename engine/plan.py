@@ -132,6 +132,7 @@ def make_plan(args: EngineArgs, target_name: str, progress: Callable[[str], None
         rates=f"{target.bytes_per_s / 1e12:g} TB/s, {target.flops_per_s / 1e12:g} TFLOP/s; {target.rates_from}",
         num_devices=draft.num_devices,
         dtype=draft.dtype.name,
+        kv_dtype=kv_dtype(config, draft.dtype).name,
         attention=f"{draft.attention.implementation} ({draft.attention.reason})",
         memory=memory,
         num_blocks=num_blocks if num_blocks >= 2 else 0,

@@ -68,6 +68,8 @@ class Plan:
     floors: tuple[Floor, ...]
     prefill_seconds: float
     """Floor of a prompt of max_num_batched_tokens tokens in one step."""
+    kv_dtype: str | None = None
+    """Of the KV pool's numbers; None: ``dtype``."""
     problem: str | None = None
     """Why it does not fit; None if it does."""
     num_host_blocks: int = 0
@@ -81,8 +83,9 @@ class Plan:
 def format_plan(plan: Plan) -> str:
     """The plan as text for a terminal."""
     devices = "" if plan.num_devices == 1 else f" x {plan.num_devices} (bytes below are of each)"
+    cache = f", KV cache in {plan.kv_dtype}," if plan.kv_dtype not in (None, plan.dtype) else ""
     lines = [
-        f"{plan.model} in {plan.dtype} on {plan.target}{devices}",
+        f"{plan.model} in {plan.dtype}{cache} on {plan.target}{devices}",
         f"attention: {plan.attention}",
         "",
         *_memory_lines(plan),

@@ -5,6 +5,7 @@ from conftest_paths import CACHE_FOLDER
 from tiny_model import tiny_model
 
 from octavo import LLM, SamplingParams
+from octavo.engine.errors import ConfigError
 from octavo.pallas_kernels.compat import mosaic_missing
 
 missing = mosaic_missing()
@@ -72,3 +73,13 @@ def test_preemption(mosaic_folder):
     prompts = [[(5 * i + 3 * j) % 290 + 3 for j in range(15)] for i in range(2)]
     engine = same_as_xla(mosaic_folder, prompts, 4, num_gpu_blocks_override=4, max_model_len=32, max_num_seqs=2)
     assert engine._core.stats().num_preemptions_total > 0
+
+
+def test_a_float8_cache(mosaic_folder):
+    """A mixed step, then decode: both kernels read what XLA wrote, as XLA's own attention does."""
+    same_as_xla(mosaic_folder, PROMPTS[1:2], 2, kv_cache_dtype="fp8")
+
+
+def test_a_cache_of_another_16_bits_is_refused(mosaic_folder):
+    with pytest.raises(ConfigError, match="'mosaic' cannot be used: a KV cache of float16: .* bfloat16, or of fp8"):
+        make_llm(mosaic_folder, "mosaic", kv_cache_dtype="float16")
