@@ -75,8 +75,8 @@ def _mlp(config: DecoderConfig, layer: LayerSpec, dtype: jnp.dtype, placement: P
     if layer.moe is not None:
         return MoE(config, layer.moe, dtype=dtype, placement=placement)
     if not config.gated_mlp:
-        return PlainMLP(config, layer, dtype=dtype, num_shards=placement.num_shards)
-    return MLP(config, dtype=dtype, num_shards=placement.num_shards, layer=layer)
+        return PlainMLP(config, layer, dtype=dtype, placement=placement)
+    return MLP(config, dtype=dtype, placement=placement, layer=layer)
 
 
 def _maybe(norm: RMSNorm | LayerNorm | None, x: jax.Array) -> jax.Array:

@@ -42,6 +42,9 @@ class Placement:
                 )
 
 
+ONE_DEVICE = Placement()
+
+
 def split_over(config: DecoderConfig, num_shards: int) -> DecoderConfig:
     """The decoder in the form in which ``num_shards`` devices share it equally; ``config`` itself for one.
 
@@ -82,6 +85,9 @@ def as_in_checkpoint(config: DecoderConfig) -> DecoderConfig:
 
 def _ffn_sizes(config: DecoderConfig) -> list[tuple[str, int]]:
     """Of the feed-forward layers that there are."""
-    experts = {layer.moe.intermediate_size for layer in config.layers if layer.moe is not None}
+    mixtures = [layer.moe for layer in config.layers if layer.moe is not None]
+    experts = {spec.intermediate_size for spec in mixtures}
+    shared = {spec.shared_intermediate_size for spec in mixtures if spec.shared_intermediate_size is not None}
     dense = [("intermediate_size", config.intermediate_size)] if any(x.moe is None for x in config.layers) else []
-    return dense + [("moe_intermediate_size", size) for size in sorted(experts)]
+    dense += [("moe_intermediate_size", size) for size in sorted(experts)]
+    return dense + [("shared_expert_intermediate_size", size) for size in sorted(shared)]

@@ -1,5 +1,7 @@
 """Self-attention over the paged KV pool."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -36,17 +38,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, placement: Placement) -> None:
         q_size, kv_size, hidden = config.q_size, config.kv_size, config.hidden_size
-        self.qkv = Linear(
-            hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias, dtype=dtype, specs=layer.weight_specs("qkv")
-        )
-        self.o = Linear(
-            q_size,
-            hidden,
-            bias=config.o_bias,
-            dtype=dtype,
-            specs=layer.weight_specs("o"),
-            input_shards=placement.num_shards,
-        )
+        linear = partial(Linear, dtype=dtype, placement=placement)
+        qkv, o = layer.weight_specs("qkv"), layer.weight_specs("o")
+        self.qkv = linear(hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias, specs=qkv)
+        self.o = linear(q_size, hidden, bias=config.o_bias, specs=o, input_shards=placement.num_shards)
         q_norm = k_norm = None
         if config.qk_norm is not None:
             sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else (q_size, kv_size)

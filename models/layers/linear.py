@@ -1,6 +1,7 @@
 """Products with weights. The only place that looks at how a weight is stored."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -20,6 +21,8 @@ from ..quantization.weights import (
     empty_weight,
     rows_of,
 )
+from ..sharding import ONE_DEVICE, Placement
+from .packed_product import kernel_serves, packed_product
 
 _FEW_TOKENS = range(2, 49)
 """Token counts for which XLA:CPU multiplies faster with the weights on the left (1.4 to 2 times at 2 to 32)."""
@@ -31,7 +34,19 @@ them read their slice of the weights in place.
 """
 
 
-def matmul(x: jax.Array, weight: Weight, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+@dataclass(frozen=True)
+class HowServed:
+    """What decides how a quantised weight is multiplied, besides the weight."""
+
+    placement: Placement = ONE_DEVICE
+    cut_columns: bool = False
+    """Several devices share its columns, not its rows."""
+
+
+PLAINLY = HowServed()
+
+
+def matmul(x: jax.Array, weight: Weight, *, out_dtype: jnp.dtype | None = None, how: HowServed = PLAINLY) -> jax.Array:
     """``x [T, in]`` times ``weight [out, in]`` transposed → ``[T, out]``. The weight may be quantised.
 
     The result has ``out_dtype``, by default x's type. Sums are float32 in any case: XLA adds products of narrow
@@ -42,7 +57,7 @@ def matmul(x: jax.Array, weight: Weight, *, out_dtype: jnp.dtype | None = None) 
         raise ValueError(f"cannot multiply x {x.shape} by weight {weight.shape}; expected [T, in] and [out, in]")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if isinstance(weight, QUANTIZED_TYPES):
-        return _quantized_matmul(x, weight, out_dtype)
+        return _quantized_matmul(x, weight, out_dtype, how)
     right, left = partial(_weights_right, out_dtype=out_dtype), partial(_weights_left, out_dtype=out_dtype)
     if x.shape[0] not in _FEW_TOKENS:
         return right(x, weight)
@@ -59,12 +74,14 @@ def _weights_left(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.
     return jax.lax.optimization_barrier(product).T
 
 
-def _quantized_matmul(x: jax.Array, weight: QuantizedWeight, out_dtype: jnp.dtype) -> jax.Array:
+def _quantized_matmul(x: jax.Array, weight: QuantizedWeight, out_dtype: jnp.dtype, how: HowServed) -> jax.Array:
     if isinstance(weight, PartedWeight):
-        return jnp.concatenate([matmul(x, part, out_dtype=out_dtype) for part in weight.parts], axis=-1)
+        return jnp.concatenate([matmul(x, part, out_dtype=out_dtype, how=how) for part in weight.parts], axis=-1)
     if isinstance(weight, IntWeight):
         if weight.permutation is not None:
             x = jnp.take(x, weight.permutation, axis=1, mode="clip")
+        if kernel_serves(weight, x.dtype, how.placement, cut_columns=how.cut_columns):
+            return packed_product(x, weight, how.placement, cut_columns=how.cut_columns, out_dtype=out_dtype)
         return matmul(x, dequantize(weight, x.dtype), out_dtype=out_dtype)
     if weight.scale.shape[1] > 1:
         return matmul(x, dequantize(weight, x.dtype), out_dtype=out_dtype)
@@ -108,7 +125,7 @@ class Linear(nnx.Module):
     """``x [T, in] → [T, out]``. Parameters: ``weight [out, in]`` and, if asked for, ``bias [out]``.
 
     ``specs`` say how the weight is quantised, one for each of the fused parts, whose rows are ``out_size`` then.
-    ``input_shards``: devices over which the columns are cut.
+    ``input_shards``: devices over which the columns are cut. ``placement`` decides which kernels multiply it.
     """
 
     def __init__(
@@ -120,17 +137,19 @@ class Linear(nnx.Module):
         dtype: jnp.dtype,
         specs: WeightSpecs = (),
         input_shards: int = 1,
+        placement: Placement = ONE_DEVICE,
     ) -> None:
         sizes = (out_size,) if isinstance(out_size, int) else tuple(out_size)
         self.weight = nnx.Param(empty_weight(specs, sizes, in_size, dtype, input_shards))
         self.bias = nnx.Param(jnp.zeros((sum(sizes),), dtype)) if bias else None
+        self.how = HowServed(placement, cut_columns=input_shards > 1)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...])
+        return _linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...], self.how)
 
     def float32(self, x: jax.Array) -> jax.Array:
         """The same as f32: sums that are not rounded to x's type. Only for weights without bias."""
-        return matmul(x, self.weight.get_value(), out_dtype=jnp.dtype(jnp.float32))
+        return matmul(x, self.weight.get_value(), out_dtype=jnp.dtype(jnp.float32), how=self.how)
 
     def split(self, x: jax.Array, sizes: Sequence[int], num_shards: int) -> list[jax.Array]:
         """The same for fused weights, ``out = sum(sizes)``: one ``[T, size]`` per size."""
@@ -139,21 +158,21 @@ class Linear(nnx.Module):
             biases: Sequence[jax.Array | None] = [None] * len(sizes)
             if self.bias is not None:
                 biases = [part[0] for part in _split_columns(self.bias[...][None], sizes, num_shards)]
-            return [_linear(x, part, bias) for part, bias in zip(weight.parts, biases, strict=True)]
+            return [_linear(x, part, bias, self.how) for part, bias in zip(weight.parts, biases, strict=True)]
         if num_shards > 1 or x.shape[0] * out_size * x.dtype.itemsize <= MAX_FUSED_BYTES:
             return _split_columns(self(x), sizes, num_shards)
         ends = np.cumsum(sizes)
         parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         bias = None if self.bias is None else self.bias[...]
-        return [_linear(x, _rows(weight, part), None if bias is None else bias[part]) for part in parts]
+        return [_linear(x, _rows(weight, part), None if bias is None else bias[part], self.how) for part in parts]
 
 
 def _rows(weight: Weight, rows: slice) -> Weight:
     return weight[rows] if isinstance(weight, jax.Array) else rows_of(weight, lambda array: array[rows])
 
 
-def _linear(x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
+def _linear(x: jax.Array, weight: Weight, bias: jax.Array | None, how: HowServed) -> jax.Array:
     if bias is None:
-        return matmul(x, weight)
-    product = matmul(x, weight, out_dtype=jnp.dtype(jnp.float32))
+        return matmul(x, weight, how=how)
+    product = matmul(x, weight, out_dtype=jnp.dtype(jnp.float32), how=how)
     return (product + bias.astype(jnp.float32)).astype(x.dtype)

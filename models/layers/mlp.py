@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..decoder_config import Activation, DecoderConfig, LayerSpec
+from ..sharding import ONE_DEVICE, Placement
 from .linear import Linear
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -28,15 +29,16 @@ class MLP(nnx.Module):
         config: DecoderConfig,
         *,
         dtype: jnp.dtype,
-        num_shards: int = 1,
+        placement: Placement = ONE_DEVICE,
         intermediate_size: int | None = None,
         layer: LayerSpec | None = None,
     ) -> None:
         hidden, bias = config.hidden_size, config.mlp_bias
         ffn = config.intermediate_size if intermediate_size is None else intermediate_size
         gate_up, down = (() if layer is None else layer.weight_specs(name) for name in ("gate_up", "down"))
-        self.gate_up = Linear(hidden, (ffn, ffn), bias=bias, dtype=dtype, specs=gate_up)
-        self.down = Linear(ffn, hidden, bias=bias, dtype=dtype, specs=down, input_shards=num_shards)
+        linear, num_shards = partial(Linear, bias=bias, dtype=dtype, placement=placement), placement.num_shards
+        self.gate_up = linear(hidden, (ffn, ffn), specs=gate_up)
+        self.down = linear(ffn, hidden, specs=down, input_shards=num_shards)
         self.activation: Activation = config.activation
         self.sizes = (ffn, ffn)
         self.num_shards = num_shards
@@ -49,11 +51,11 @@ class MLP(nnx.Module):
 class PlainMLP(nnx.Module):
     """``[T, D] → [T, D]``: down(activation(up x)). ``layer`` says how the weights are quantised."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, num_shards: int = 1) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerSpec, *, dtype: jnp.dtype, placement: Placement) -> None:
         hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.up = Linear(hidden, ffn, bias=bias, dtype=dtype, specs=layer.weight_specs("up"))
-        down = layer.weight_specs("down")
-        self.down = Linear(ffn, hidden, bias=bias, dtype=dtype, specs=down, input_shards=num_shards)
+        linear = partial(Linear, bias=bias, dtype=dtype, placement=placement)
+        self.up = linear(hidden, ffn, specs=layer.weight_specs("up"))
+        self.down = linear(ffn, hidden, specs=layer.weight_specs("down"), input_shards=placement.num_shards)
         self.activation: Activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:

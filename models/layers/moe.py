@@ -151,7 +151,7 @@ class MoE(nnx.Module):
                 raise ModelConfigError(f"an expert's size of {size} cannot be split over {shards} devices")
         self.router = Linear(hidden, spec.num_experts, bias=False, dtype=dtype)
         self.experts = Experts(hidden, spec, dtype=dtype)
-        mlp = partial(MLP, config, dtype=dtype, num_shards=shards)
+        mlp = partial(MLP, config, dtype=dtype, placement=placement)
         self.shared = None if shared is None else mlp(intermediate_size=shared)
         self.shared_gate = None if shared is None else Linear(hidden, 1, bias=False, dtype=dtype)
         self.spec, self.placement = spec, placement

@@ -1,5 +1,6 @@
 """Products with weights of 4 or 8 bits that have a scale, and possibly a zero point, for each group of columns."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ def quantized_matmul(
     group_size: int,
     implementation: Implementation = "xla",
     interpret: Any = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """``x`` times the transpose of ``w[o, i] = (code[o, i] - zero[o, i // group]) * scale[o, i // group]``.
 
@@ -39,9 +41,10 @@ def quantized_matmul(
       implementation: "xla" widens the weight as a whole, then multiplies. "mosaic" reads it packed, for up to
         ``MAX_KERNEL_TOKENS`` tokens; more are multiplied as by "xla", which is cheaper then.
       interpret: for "mosaic" on a CPU, ``dispatch.gpu_interpreter()``.
+      out_dtype: of the result; None: x's type.
 
     Returns:
-      ``[T, out]`` in x's type; sums are float32. "mosaic" multiplies with the codes less their zero point, which are
+      ``[T, out]``; sums are float32. "mosaic" multiplies with the codes less their zero point, which are
       exact, and scales float32 sums; "xla" rounds the widened weight to x's type.
 
     Raises:
@@ -57,7 +60,8 @@ def quantized_matmul(
         load_mosaic("quantized_matmul")
         if 0 < x.shape[0] <= MAX_KERNEL_TOKENS:
             tuning = _tuning(x.shape[0], shape, bits, group_size, interpret)
-    return _multiply(x, packed, scale, zero, bits, tuning, interpret)
+    static = _Static(bits, jnp.dtype(x.dtype if out_dtype is None else out_dtype), tuning, interpret)
+    return _multiply(x, packed, scale, zero, static)
 
 
 def mosaic_obstacle(out_size: int, in_size: int, group_size: int, dtype: str) -> str | None:
@@ -69,21 +73,25 @@ def mosaic_obstacle(out_size: int, in_size: int, group_size: int, dtype: str) ->
     return None
 
 
-@partial(jax.jit, static_argnames=("bits", "tuning", "interpret"))
-def _multiply(
-    x: jax.Array,
-    packed: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None,
-    bits: int,
-    tuning: MosaicTuningConfig | None,
-    interpret: Any,
-) -> jax.Array:
-    """An inner jit: the layers of a model with equal shapes and options share one trace. ``tuning``: None for "xla"."""
-    if tuning is None:
-        return quantized_matmul_xla(x, packed, scale, zero, bits=bits)
+@dataclass(frozen=True)
+class _Static:
+    """What a call is specialised on, besides its shapes."""
+
+    bits: int
+    out_dtype: Any
+    tuning: MosaicTuningConfig | None
+    """None for "xla"."""
+    interpret: Any
+
+
+@partial(jax.jit, static_argnames="static")
+def _multiply(x: jax.Array, packed: jax.Array, scale: jax.Array, zero: jax.Array | None, static: _Static) -> jax.Array:
+    """An inner jit: the layers of a model with equal shapes and options share one trace."""
+    common = {"bits": static.bits, "out_dtype": static.out_dtype}
+    if static.tuning is None:
+        return quantized_matmul_xla(x, packed, scale, zero, **common)
     kernel = load_mosaic("quantized_matmul").quantized_matmul_mosaic
-    return kernel(x, packed, scale, zero, bits=bits, tuning=tuning, interpret=interpret)
+    return kernel(x, packed, scale, zero, **common, tuning=static.tuning, interpret=static.interpret)
 
 
 def _tuning(num_tokens: int, shape: tuple[int, int], bits: int, group_size: int, interpret: Any) -> MosaicTuningConfig:

@@ -35,10 +35,11 @@ def quantized_matmul_mosaic(
     zero: jax.Array | None,
     *,
     bits: int,
+    out_dtype: jax.typing.DTypeLike,
     tuning: MosaicTuningConfig,
     interpret: Any = None,
 ) -> jax.Array:
-    """Arguments as in ``quantized_matmul``, within what ``check_mosaic_sizes`` accepts; ``[T, out]`` in x's type.
+    """Arguments as in ``quantized_matmul``, within what ``check_mosaic_sizes`` accepts; ``[T, out]`` in ``out_dtype``.
 
     ``interpret``: None on a GPU, ``dispatch.gpu_interpreter()`` on a CPU.
     """
@@ -62,7 +63,7 @@ def quantized_matmul_mosaic(
     # The same bytes by another name: XLA copies nothing.
     codes = lax.bitcast_convert_type(packed, shape.code_dtype).reshape(out_size, in_size)
     partials = kernel(jnp.pad(x, ((0, padded - num_tokens), (0, 0))), codes, scale, *(() if zero is None else (zero,)))
-    return partials.sum(axis=0).T[:num_tokens].astype(x.dtype)
+    return partials.sum(axis=0).T[:num_tokens].astype(out_dtype)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,17 @@ WORD_BITS = 32
 
 
 def quantized_matmul_xla(
-    x: jax.Array, packed: jax.Array, scale: jax.Array, zero: jax.Array | None, *, bits: int
+    x: jax.Array,
+    packed: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    bits: int,
+    out_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Arguments as in ``quantized_matmul``; ``[T, out]`` in x's type, sums are float32."""
+    """Arguments as in ``quantized_matmul``; ``[T, out]`` in ``out_dtype``, sums are float32."""
     weight = dequantize(packed, scale, zero, bits=bits).astype(x.dtype)
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
 
 
 def dequantize(packed: jax.Array, scale: jax.Array, zero: jax.Array | None, *, bits: int) -> jax.Array:

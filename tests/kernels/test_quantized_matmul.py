@@ -157,6 +157,13 @@ def test_weights_with_few_rows_are_split_more():
     assert few.num_splits >= 4 > many.num_splits
 
 
+def test_the_result_may_be_wider():
+    case = CASES["4 bits, symmetric"]
+    got = quantized_matmul(*case.arguments(), bits=4, group_size=64, out_dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    assert (got != got.astype(jnp.bfloat16).astype(jnp.float32)).any()
+
+
 def test_layers_share_one_trace():
     case = CASES["4 bits, symmetric"]
     x, packed, scale, _ = case.arguments()

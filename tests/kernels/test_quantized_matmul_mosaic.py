@@ -70,7 +70,7 @@ def error_of_small(arguments: tuple | None = None, **tuning_changes) -> float:
     """The kernel traced afresh, so that what a test patched in it takes effect."""
     tuning = mosaic_tuning(6, SMALL.out_size, SMALL.in_size, bits=4, group_size=32, interpreted=True)
     tuning = replace(tuning, **{"num_splits": 1, **tuning_changes})
-    run = partial(mosaic.quantized_matmul_mosaic, bits=4, tuning=tuning, interpret=INTERPRET)
+    run = partial(mosaic.quantized_matmul_mosaic, bits=4, out_dtype=jnp.bfloat16, tuning=tuning, interpret=INTERPRET)
     got = interpreted(jax.jit(run), *(SMALL.arguments() if arguments is None else arguments))
     return row_errors(got, SMALL.exact())
 
@@ -110,5 +110,5 @@ def test_tokens_up_to_the_limit_go_through_the_kernel():
     tuning = mosaic_tuning(40, 64, 64, bits=8, group_size=64, interpreted=True)
     assert config.MAX_KERNEL_TOKENS >= 64
     assert tuning.tile_tokens < 40
-    run = partial(mosaic.quantized_matmul_mosaic, bits=8, tuning=tuning, interpret=INTERPRET)
+    run = partial(mosaic.quantized_matmul_mosaic, bits=8, out_dtype=jnp.float32, tuning=tuning, interpret=INTERPRET)
     assert row_errors(interpreted(jax.jit(run), *case.arguments()), case.exact()) <= 5e-3
