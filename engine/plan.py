@@ -27,6 +27,7 @@ from ..pallas_kernels.dispatch import Choice, Device
 from .args import EngineArgs
 from .buckets import Bucket, BucketTable
 from .config import EngineConfig, ModelOptions
+from .core_parts import kv_dtype
 from .device_state import StateSpec, state_bytes
 from .errors import ConfigError
 from .find_model import find_model
