@@ -23,13 +23,13 @@ def dummy_params(config: DecoderConfig, *, dtype: jax.typing.DTypeLike, mesh: Me
 
 
 def dummy_array(name: str, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, *, norm_weight: float) -> jax.Array:
-    """Normal with standard deviation 0.02, made on the device; ``norm_weight`` throughout where ``name`` is a norm, 1
-    where it is a layer's KV scales.
+    """Normal with standard deviation 0.02, made on the device; ``norm_weight`` throughout where ``name`` is a norm, 0
+    where it is a norm's bias, 1 where it is a layer's KV scales.
 
     The values follow from ``name`` alone: the same in every process and under every sharding.
     """
     if "norm" in name or name.endswith("kv_scales"):
-        value = norm_weight if "norm" in name else 1.0
+        value = 0.0 if name.endswith("bias") else norm_weight if "norm" in name else 1.0
         return jax.device_put(jnp.full(leaf.shape, value, leaf.dtype), sharding)
     return _generator(leaf.shape, jnp.dtype(leaf.dtype), sharding)(jax.random.key(zlib.crc32(name.encode())))
 

@@ -137,6 +137,13 @@ def test_prefill_and_decode(case: str) -> None:
     assert relative_error(whole[ROW_A], expected) < TOLERANCE
     assert relative_error(whole[ROW_B], expected[:LENGTH_B]) < TOLERANCE
 
+    # Row B takes the first row's blocks for its first tokens, as a hit of the prefix cache does.
+    own, shared = runner.tables[ROW_B].copy(), 4
+    runner.tables[ROW_B, :shared], runner.lengths[ROW_B] = runner.tables[ROW_A, :shared], shared * BLOCK_SIZE
+    found = runner.run({ROW_B: prompt[shared * BLOCK_SIZE : LENGTH_B]})
+    assert relative_error(found[ROW_B], expected[shared * BLOCK_SIZE : LENGTH_B]) < TOLERANCE
+    runner.tables[ROW_B] = own
+
     runner.lengths[:] = 0
     runner.kv = [jnp.full_like(kv, jnp.nan) for kv in runner.kv]
     for end_a, end_b in ((11, 6), (12, 15), (27, 15)):
@@ -298,6 +305,7 @@ MUTATIONS: dict[str, dict[str, Callable[[DecoderConfig, Params], tuple[DecoderCo
     },
     "phi3": {"rotary_dim": partial(_rope, rotary_dim=16), "off": partial(_windows, by=None)},
     "smollm3": {"rope_everywhere": _first_rope},
+    "olmo3": {"one_rope": _first_rope, "one_longer": partial(_windows, by=1)},
     "starcoder2": {
         "norm_bias": partial(_edit, path="mlp_norm.bias", edit=np.zeros_like),
         "up_bias": partial(_edit, path="mlp.up.bias", edit=np.zeros_like),
