@@ -14,12 +14,15 @@ from jax.sharding import Mesh
 
 from octavo.models.architectures import get_architecture
 from octavo.models.config import ModelConfig
+from octavo.models.errors import ModelConfigError
 from octavo.models.loading.default_model import find_default_model
 from octavo.models.loading.errors import LoadError
 from octavo.models.loading.gguf_config import gguf_config
 from octavo.models.loading.gguf_file import GGUFFile
 from octavo.models.loading.gguf_source import GGUFSource, hf_name
 from octavo.models.loading.loader import load_params, resolve_model
+from octavo.models.quantization.weights import IntWeight
+from octavo.models.quantization.weights import dequantize as dequantize_on_device
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 4, 2, 64, 512, 48
 METADATA: dict[str, Any] = {
@@ -97,8 +100,8 @@ def write(
     return path
 
 
-def load(path: Path, dtype: Any = jnp.float32) -> dict[str, Any]:
-    model = resolve_model(str(path))
+def load(path: Path, dtype: Any = jnp.float32, quantization: str | None = None) -> dict[str, Any]:
+    model = resolve_model(str(path), quantization=quantization)
     architecture = get_architecture(model.config.architecture)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     config = architecture.decoder_config(model.config)
@@ -400,3 +403,31 @@ def test_the_embedded_default_loads() -> None:
     found = np.asarray(params["layers"][29]["attention"]["qkv"]["weight"])
     assert row_error(found[1], row) == 0
     assert row_error(found[2], row) > 0.5
+
+
+def linears(params: dict[str, Any]) -> dict[str, Any]:
+    layer = params["layers"][0]
+    pairs = [("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down")]
+    return {name: layer[block][name]["weight"] for block, name in pairs}
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+def test_weights_that_stay_packed_are_those_of_the_file(tmp_path: Path, kind: Kind) -> None:
+    """Llama's q and k included, whose rows are put back in order."""
+    path = write(tmp_path / "model.gguf", make_weights(), kind=kind)
+    packed, whole = linears(load(path, quantization="gguf")), linears(load(path))
+    for name, weight in packed.items():
+        assert isinstance(weight, IntWeight)
+        np.testing.assert_array_equal(np.asarray(dequantize_on_device(weight, jnp.float32)), np.asarray(whole[name]))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(packed)) < 0.4 * sum(leaf.nbytes for leaf in whole.values())
+
+
+def test_types_that_do_not_stay_packed_are_dequantised(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", make_weights(), kind=Kind.F16)
+    assert all(isinstance(weight, jax.Array) for weight in linears(load(path, quantization="gguf")).values())
+
+
+def test_a_method_that_is_not_the_files_refuses(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", make_weights(), kind=Kind.F16)
+    with pytest.raises(ModelConfigError, match="'awq' was asked for, but the checkpoint is a GGUF file"):
+        resolve_model(str(path), quantization="awq")

@@ -53,6 +53,7 @@ def plain(weight: Any) -> np.ndarray:
 
 def check_same(found: Any, expected: Any) -> None:
     for name, weight in linears(expected).items():
+        assert np.isfinite(plain(weight)).all()
         np.testing.assert_array_equal(plain(linears(found)[name]), plain(weight), err_msg=name)
     np.testing.assert_array_equal(found["embed"]["weight"], expected["embed"]["weight"])
 

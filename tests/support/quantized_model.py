@@ -130,7 +130,7 @@ def fp8(*, static: bool = False) -> Case:
 def fp8_blocks(block: int) -> Case:
     def store(weight: np.ndarray) -> Packed:
         rows, columns = (-(-size // block) for size in weight.shape)
-        scale = np.random.default_rng(rows).uniform(0.001, 0.004, (rows, columns)).astype(np.float32)
+        scale = np.random.default_rng(rows).uniform(0.003, 0.009, (rows, columns)).astype(np.float32)
         wide = np.repeat(np.repeat(scale, block, 0), block, 1)[: weight.shape[0], : weight.shape[1]]
         codes, plain = float8(weight, wide)
         return {"weight": codes, "weight_scale_inv": scale}, plain
