@@ -66,9 +66,10 @@ def make_call(
 
     def call(q: jax.Array, pool: jax.Array, given: dict[str, Any]) -> jax.Array:
         common = {**static, "sinks": sinks, "implementation": implementation, "interpret": interpret}
+        common["kv_scales"] = kv_scales
         tables, lens, work = given["tables"], given["lens"], given["work"]
         if operation == "decode":
-            return decode.paged_attention(q, pool, tables, lens, kv_scales=kv_scales, work=work, **common)
+            return decode.paged_attention(q, pool, tables, lens, work=work, **common)
         return mixed.ragged_paged_attention(q, pool, tables, given["starts"], lens, work=work, **common)
 
     return call, jax.tree.map(jnp.asarray, arrays)

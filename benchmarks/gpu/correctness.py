@@ -70,6 +70,7 @@ CASES = (
     Case("mixed group 16, head_dim 96, float16", "mixed", Heads(16, 1, 96), MIXED, dtype="float16"),
     Case("mixed head_dim 256, window, softcap", "mixed", Heads(16, 8, 256), MIXED, window=300, softcap=30.0),
     Case("mixed sinks, window, blocks of 64", "mixed", Heads(32, 8, 128, 64), MIXED, window=128, has_sinks=True),
+    Case("mixed fp8 pool", "mixed", LLAMA, MIXED, kv_dtype="float8_e4m3fn"),
 )
 TINY = Heads(4, 2, 64)
 SMOKE_CASES = (

@@ -1,5 +1,6 @@
 """A pool of float8 in every implementation of mixed attention, against the reference over the same numbers widened."""
 
+import math
 from functools import partial
 from importlib import import_module
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from paged_pool import make_paged_batch, worst_error
 
+from octavo.models.kv_cache import write_kv
+from octavo.pallas_kernels.aot import aot_missing, compile_for
 from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.dispatch import gpu_interpreter, load_mosaic
 from octavo.pallas_kernels.float8 import as_bits, as_numbers, number_dtype, storage_dtype
@@ -104,6 +107,30 @@ def test_a_shared_prefix_is_read_with_its_scales(mixed):
     run = partial(operation, q, as_bits(pool), *args, scale=0.3)
     assert worst_error(run(kv_scales=jnp.asarray(SCALES)), want) <= 1e-5
     assert worst_error(run(kv_scales=jnp.asarray(SCALES[::-1])), want) > 1e-2
+
+
+@pytest.mark.skipif((aot_missing() or mosaic_missing()) is not None, reason=str(aot_missing() or mosaic_missing()))
+def test_on_a_gpu_bytes_become_float8_without_a_copy():
+    """Two layers compiled for an H200, which write their donated pools of bytes and read them as float8."""
+    num_layers, num_tokens, pool_shape = 2, 64, (20_000, 2, 8, 16, 128)
+
+    def step(pools, q, slots, tables, starts, lens, scales):
+        new = []
+        for pool in pools:
+            new.append(write_kv(pool, q[:, :8], q[:, 8:16], slots, scales))
+            more = {"scale": 0.1, "kv_scales": scales, "implementation": "mosaic"}
+            q = ragged_paged_attention(q, new[-1], tables, starts, lens, **more)
+        return new, q
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    pools = [jax.ShapeDtypeStruct(pool_shape, jnp.uint8)] * num_layers
+    q, scales = jax.ShapeDtypeStruct((num_tokens, 32, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.float32)
+    report = compile_for("h200", step, pools, q, ints(64), ints(64, 512), ints(65), ints(64), scales, donate_argnums=0)
+    assert report.alias_bytes == num_layers * math.prod(pool_shape)
+    assert report.temp_bytes < 32 * 2**20
+    assert all(kernel.spill_bytes == 0 for kernel in report.kernels)
 
 
 def test_bytes_are_float8_and_back():

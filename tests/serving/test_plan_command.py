@@ -37,7 +37,7 @@ def test_defaults(planner, capsys):
 
 def test_options(planner):
     options = "--target h100 -tp 2 --max_model_len 4k --max-num-seqs 8 --max-num-batched-tokens 1K --dtype half"
-    more = "--block-size 32 --gpu-memory-utilization 0.8 --attention-backend xla --swap-space 2"
+    more = "--block-size 32 --kv-cache-dtype fp8 --gpu-memory-utilization 0.8 --attention-backend xla --swap-space 2"
     overrides = ["--hf-overrides", '{"num_hidden_layers": 2}']
     assert cli.main(["plan", "--model", "m", *options.split(), *more.split(), *overrides]) == 0
     assert planner.target == "h100"
@@ -49,6 +49,7 @@ def test_options(planner):
         max_num_batched_tokens=1024,
         dtype="half",
         block_size=32,
+        kv_cache_dtype="fp8",
         gpu_memory_utilization=0.8,
         attention_backend="xla",
         swap_space=2.0,
@@ -87,7 +88,7 @@ def test_the_real_planner_names_what_is_wrong(tmp_path):
     assert "config.json lacks hidden_size" in result.stderr or "vocab_size" in result.stderr
     result = run_octavo("qwen3-0.6b", "--target", "tpu")
     assert result.returncode == 2
-    assert "target 'tpu' is unknown; known: h200, h100" in result.stderr
+    assert "target 'tpu' is unknown; known: h200, h100, rtx4090" in result.stderr
 
 
 def test_a_whole_plan_or_what_it_lacks(tmp_path):
@@ -105,17 +106,17 @@ def test_a_whole_plan_or_what_it_lacks(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--target", "h100")
-    result = run_octavo(str(tmp_path), *options, "--attention-backend", "xla", "--swap-space", "0.5")
+    result = run_octavo(str(tmp_path), *options, "--attention-backend", "xla", "--swap-space", "0.5", "--kv-cache-dtype", "fp8")
     if result.returncode == 2:
         assert "pip install 'octavo[cuda12]'" in result.stderr
         assert "Traceback" not in result.stderr
         return
     assert result.returncode == 0, result.stderr
     for part in (
-        "on NVIDIA H100 80GB",
+        "in bfloat16, KV cache in float8_e4m3fn, on NVIDIA H100 80GB",
         "attention: xla (asked for)",
         "host tier             0.50 GiB",
-        "32,768 blocks of 16 tokens = 524,288 tokens",
+        "65,536 blocks of 16 tokens = 1,048,576 tokens",
         "decode[8x8]: ",
         "command buffers: 1\n",
         "It fits.",
