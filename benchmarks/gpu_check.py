@@ -5,8 +5,8 @@
 
 Parts, in order of worth: the ceilings that are measured here (copy bandwidth, bfloat16 products); both attention
 kernels against attention written the plain way; decode and mixed attention in microseconds, beside plain JAX and
-PyTorch; whole decode steps of Llama-3-8B and Qwen2.5-7B shapes beside their floor; 256 requests through the engine's
-core, beside a sample of transformers' ``generate``. Weights are random; no file is read.
+PyTorch; products with packed weights; whole decode steps of Llama-3-8B and Qwen2.5-7B shapes beside their floor; 256
+requests through the engine's core, beside a sample of transformers' ``generate``. Weights are random; no file is read.
 
 Each part runs in a process of its own, which is ended at the part's limit: a part that hangs costs its own figures
 and no others. What a part did not use of its time the next ones may. The JSON is rewritten after each part.

@@ -28,12 +28,13 @@ class Part:
 
 PARTS = (
     Part("ceilings", "ceilings", 30),
-    Part("correctness", "correctness", 80),
-    Part("decode_attention", "attention", 55, ("decode",)),
-    Part("mixed_attention", "attention", 45, ("mixed",)),
-    Part("decode_step_llama_3_8b", "decode_step", 55, ("llama-3-8b",)),
+    Part("correctness", "correctness", 70),
+    Part("decode_attention", "attention", 50, ("decode",)),
+    Part("mixed_attention", "attention", 40, ("mixed",)),
+    Part("quantized_matmul", "quantized_matmul", 30),
+    Part("decode_step_llama_3_8b", "decode_step", 50, ("llama-3-8b",)),
     Part("decode_step_qwen2_5_7b", "decode_step", 45, ("qwen2.5-7b",)),
-    Part("throughput", "throughput", 65),
+    Part("throughput", "throughput", 60),
     Part("torch_attention", "torch_attention", 20, (), ("torch",)),
     Part("transformers_generate", "transformers_generate", 25, (), ("torch", "transformers")),
 )
