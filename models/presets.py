@@ -11,6 +11,16 @@ def _llama_like(architecture: str, **keys: Any) -> dict[str, Any]:
     return {"architectures": [architecture], "rms_norm_eps": 1e-6, **keys}
 
 
+_QWEN_72B: Mapping[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": _llama_like(
         "LlamaForCausalLM",
@@ -33,6 +43,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=4,
         max_position_embeddings=32768,
         rope_theta=1000000.0,
+    ),
+    "qwen2.5-72b": _llama_like("Qwen2ForCausalLM", **_QWEN_72B, intermediate_size=29568),
+    "qwen2.5-72b-awq": _llama_like(
+        "Qwen2ForCausalLM",
+        **_QWEN_72B,
+        intermediate_size=29696,  # padded, so that groups of 128 can be shared by 8 devices
+        quantization_config={
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": None,
+        },
     ),
     "qwen3-0.6b": _llama_like(
         "Qwen3ForCausalLM",
@@ -57,6 +81,35 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=8,
         max_position_embeddings=32768,
         rope_theta=1000000.0,
+    ),
+    "mixtral-8x7b": _llama_like(
+        "MixtralForCausalLM",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        rope_theta=1000000.0,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3-30b-a3b": _llama_like(
+        "Qwen3MoeForCausalLM",
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_theta=1000000.0,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
     ),
     "gemma-2-9b": _llama_like(
         "Gemma2ForCausalLM",

@@ -77,6 +77,14 @@ TARGETS: Mapping[str, GpuTarget] = {
             flops_per_s=790e12,
             rates_from="memory: NVIDIA's data sheet, not measured; products: as measured on an H200, the same chip",
         ),
+        GpuTarget(
+            name="rtx4090",
+            title="NVIDIA RTX 4090 24GB",
+            memory_bytes=25_241_190_400,
+            bytes_per_s=1.008e12,
+            flops_per_s=165e12,
+            rates_from="NVIDIA's Ada white paper, not measured",
+        ),
     )
 }
 

@@ -20,7 +20,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="folder with a config.json, .gguf file, or a preset: llama-3-8b, qwen2.5-7b, qwen3-0.6b, …"
     )
-    parser.add_argument("--target", default="h200", help="GPU: h200 or h100; default: %(default)s")
+    parser.add_argument("--target", default="h200", help="GPU: h200, h100 or rtx4090; default: %(default)s")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--max-model-len", type=flags.context_length, help="context in tokens; default: the model's")
     parser.add_argument("--max-num-seqs", type=flags.human_int, help="requests in a step; default: 256")

@@ -64,7 +64,7 @@ def test_branches_are_not_counted_and_bodies_once():
 
 
 def test_unknown_target_is_named():
-    with pytest.raises(ValueError, match="'a100' is unknown; known: h200, h100"):
+    with pytest.raises(ValueError, match="'a100' is unknown; known: h200, h100, rtx4090"):
         find_target("a100")
 
 
@@ -83,11 +83,11 @@ def test_options_of_a_cpu_are_not_those_of_a_gpu():
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", ["h200", "h100"])
-def test_the_description_fits_the_table(name):
+@pytest.mark.parametrize(("name", "capability"), [("h200", "9.0"), ("h100", "9.0"), ("rtx4090", "8.9")])
+def test_the_description_fits_the_table(name, capability):
     target = find_target(name)
     (device,) = target_mesh(target).devices.flat
-    assert (device.platform, device.compute_capability) == ("gpu", "9.0")
+    assert (device.platform, device.compute_capability) == ("gpu", capability)
     assert f"device_memory_size: {target.memory_bytes}\n" in target.description
     assert target.title.split()[1] in device.device_kind
 

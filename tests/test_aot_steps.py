@@ -102,8 +102,9 @@ def test_attention_is_our_kernel(step):
     assert not [i for i in report.instructions if i.opcode == "while" and "_run_layer" in i.op_name]
 
 
-def test_two_gpus_reduce_twice_a_layer_and_gather_no_pool():
-    report, engine = compiled("llama-3-8b", True, 2), draft("llama-3-8b", 2)
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_several_gpus_reduce_twice_a_layer_and_gather_no_pool(num_devices):
+    report, engine = compiled("llama-3-8b", True, num_devices), draft("llama-3-8b", num_devices)
     in_layers = [i for i in report.instructions if "_run_layer" in i.op_name]
     assert sum("all-reduce" in i.name for i in in_layers) == 2 * LAYERS
     layer_pool = engine.pool_bytes(NUM_BLOCKS) // LAYERS
