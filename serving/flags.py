@@ -201,7 +201,12 @@ def _add_model_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--download-dir", help="folder for files from the hub")
     group.add_argument("--load-format", default="auto", help="auto, safetensors, gguf or dummy")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (float, half)")
-    group.add_argument("--quantization", "-q", help="as the checkpoint says, if not given")
+    group.add_argument(
+        "--quantization",
+        "-q",
+        help="the checkpoint's method, if it has one (default); gguf: keep weights packed; fp8, int8 or int4: quantise "
+        "plain weights while they are loaded",
+    )
     group.add_argument("--hf-overrides", type=json_object, metavar="JSON", help="entries put over config.json")
     group.add_argument("--generation-config", default="auto", help="auto: the model's; vllm: OpenAI's defaults")
     group.add_argument("--override-generation-config", type=json_object, metavar="JSON")
