@@ -6,6 +6,7 @@ It draws what Grafana would ask for, not how Grafana looks.
 """
 
 import argparse
+import io
 import time
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from matplotlib import dates, ticker
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from panel_data import Panel, query_range, read_panels
+from PIL import Image
 
 COLUMNS = 4
 NUM_POINTS = 150
+NUM_COLOURS = 64
 UNITS = {"s": "s", "percentunit": "%", "reqps": "1/s", "bytes": "MiB", "short": ""}
 FACTORS = {"percentunit": 100.0, "bytes": 1 / 2**20}
 
@@ -80,7 +83,9 @@ def main() -> None:
         draw(place, panel, args.prometheus, end_s - 60 * args.minutes, end_s)
     for place in list(axes.flat)[len(panels) :]:
         place.set_axis_off()
-    figure.savefig(args.output, dpi=90)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=90)
+    Image.open(drawn).quantize(NUM_COLOURS).save(args.output, optimize=True)
 
 
 if __name__ == "__main__":
