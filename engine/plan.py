@@ -162,7 +162,7 @@ def _floors(config: EngineConfig, work: StepWork, target: GpuTarget, num_blocks:
             blocks = rows * -(-context // config.block_size)
             floors.append(Floor(rows, context, seconds, fits=blocks < num_blocks))
     prefill = floor_seconds(
-        work.weight_bytes,
+        work.weights_read(config.max_num_batched_tokens),
         work.prefill_flops(config.max_num_batched_tokens),
         target.bytes_per_s,
         target.flops_per_s,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..models.decoder_config import DecoderConfig
+from ..models.decoder_config import DecoderConfig, MoESpec
 from .step_floor import StepWork
 
 Leaf = jax.Array | jax.ShapeDtypeStruct
@@ -17,8 +17,13 @@ def step_work(decoder: DecoderConfig, params: Any, kv_token_bytes: int) -> StepW
     of all layers."""
     embed = params["embed"]["weight"]
     head = embed if decoder.tie_embeddings else params["head"]["weight"]
-    tables = {"embed", "head"}
-    layers = [leaf for name, part in params.items() if name not in tables for leaf in jax.tree.leaves(part)]
+    tables = {"embed", "head", "positions"}
+    found = {name: part for name, part in params.items() if name not in tables}
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    layers = [leaf for path, leaf in leaves if not _is_expert(path)]
+    experts = [leaf for path, leaf in leaves if _is_expert(path)]
+    # The mixtures of a model are all alike.
+    spec = next((layer.moe for layer in decoder.layers if layer.moe is not None), MoESpec(1, 1, 1))
     return StepWork(
         weight_bytes=sum(shard_bytes(leaf) for leaf in [*layers, head]),
         layer_params=sum(shard_size(leaf) for leaf in layers if len(leaf.shape) == 2),
@@ -26,7 +31,15 @@ def step_work(decoder: DecoderConfig, params: Any, kv_token_bytes: int) -> StepW
         kv_bytes=kv_token_bytes // decoder.num_layers,
         query_size=decoder.q_size // head.sharding.mesh.size,
         windows=tuple(layer.window for layer in decoder.layers),
+        num_experts=spec.num_experts if experts else 0,
+        experts_per_token=spec.experts_per_token if experts else 0,
+        expert_bytes=sum(shard_bytes(leaf) for leaf in experts) // spec.num_experts,
+        expert_params=sum(shard_size(leaf) for leaf in experts) // spec.num_experts,
     )
+
+
+def _is_expert(path: tuple[Any, ...]) -> bool:
+    return jax.tree_util.DictKey("experts") in path
 
 
 def shard_size(leaf: Leaf) -> int:

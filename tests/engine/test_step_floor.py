@@ -48,6 +48,21 @@ def test_floor_of_a_decode_step_of_llama_3_8b():
     assert 2 * work.layer_params == pytest.approx(2 * 6.98e9, rel=0.003)
 
 
+@pytest.mark.parametrize(
+    ("name", "all_gb", "active_gb", "one_expert_gb"),
+    [("mixtral-8x7b", 93.1, 25.5, 11.27), ("qwen3-30b-a3b", 60.4, 6.1, 0.453)],
+)
+def test_a_step_reads_the_experts_that_tokens_chose(name, all_gb, active_gb, one_expert_gb):
+    """From the models' cards, less the embedding table: 46.7 B weights, 12.9 B of them active; 30.5 B, and 3.3 B."""
+    work = work_of(name)
+    assert work.weights_read(1) / 1e9 == pytest.approx(active_gb, rel=0.02)
+    assert work.weights_read(10_000) / 1e9 == pytest.approx(all_gb, rel=0.003)
+    assert work.expert_bytes / 1e9 == pytest.approx(one_expert_gb, rel=0.003)
+    assert 2 * (work.token_params + work.head_params) / 1e9 == pytest.approx(active_gb, rel=0.02)
+    chosen = work.experts_per_token * (2 - work.experts_per_token / work.num_experts)  # by two tokens
+    assert work.weights_read(2) == pytest.approx(work.weight_bytes + chosen * work.expert_bytes)
+
+
 def test_a_long_prompt_is_bound_by_products():
     work = replace(work_of("llama-3-8b"), windows=(None,) * 32)
     attention = 4 * 4096 * 32 * 2048 * 2049 / 2
