@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"    install and start a server (GPU if there is one, else CPU)
 #   make test                        lint, types and tests, as CI runs them
 #   make aot                         compile steps and kernels for GPUs that are not there (Python 3.12 or newer)
+#   make tp-matrix                   tensor parallelism compared with one device, on virtual CPU devices
 #   make lint | pytest | bench | format | clean
 #
 # PYTHON=/path/to/python chooses the interpreter when an environment is first made.
@@ -21,7 +22,7 @@ EDITABLE = --config-settings editable_mode=strict
 SOURCES := $(shell find __init__.py __main__.py py.typed engine models pallas_kernels serving -type f \
 	! -name '*.pyc' 2>/dev/null)
 
-.PHONY: help serve install test lint typecheck pytest format bench aot clean
+.PHONY: help serve install test lint typecheck pytest format bench aot tp-matrix clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -77,6 +78,10 @@ pytest: install
 
 bench: install
 	$(VENV)/bin/python benchmarks/offline.py $(ARGS)
+
+# Every architecture on 2, 4 and 8 virtual CPU devices against one; some minutes.
+tp-matrix: install
+	$(VENV)/bin/python benchmarks/tp_matrix.py $(ARGS)
 
 # The CUDA plug-in compiles without GPU and driver. The matrix takes some minutes for each step; ARGS="--help".
 aot:
