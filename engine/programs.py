@@ -64,7 +64,7 @@ class Programs:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.params
         )
         self._replicated = NamedSharding(model.mesh, P())
-        self.compiler_options: dict[str, str | bool | int] = step_compiler_options(model.mesh.devices.flat[0].platform)
+        self.compiler_options: dict[str, str | bool] = step_compiler_options(model.mesh.devices.flat[0].platform)
         """XLA's options for the steps."""
         on_cpu = model.mesh.devices.flat[0].platform == "cpu"
         self._small_options = self.compiler_options if on_cpu else None

@@ -6,7 +6,7 @@ _CAPTURED = ("CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAM
 """What XLA captures into command buffers anyway, in the versions of JAX that the options below are for."""
 
 
-def step_compiler_options(platform: str) -> dict[str, str | bool | int]:
+def step_compiler_options(platform: str) -> dict[str, str | bool]:
     """Options for ``jax.stages.Lowered.compile`` on ``platform`` ("cpu", "gpu").
 
     On a CPU LLVM optimises less: a step compiles in five sixths of the time and runs as fast to within 2 %, as its time
@@ -22,7 +22,7 @@ def step_compiler_options(platform: str) -> dict[str, str | bool | int]:
     too, but nobody has run that yet.
     """
     if platform == "cpu":
-        return {"xla_backend_optimization_level": 1}
+        return {"xla_backend_optimization_level": "1"}
     if platform != "gpu" or jax_version() < MOSAIC_SINCE:
         return {}
     kinds = {*_CAPTURED, "WHILE"}

@@ -79,7 +79,7 @@ def test_a_missing_plugin_is_named(monkeypatch):
 
 
 def test_options_of_a_cpu_are_not_those_of_a_gpu():
-    assert step_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
+    assert step_compiler_options("cpu") == {"xla_backend_optimization_level": "1"}
 
 
 @needs_plugin
