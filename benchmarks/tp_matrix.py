@@ -1,4 +1,5 @@
-"""Tensor parallelism against one device: every architecture on 2, 4 and 8 virtual CPU devices, as a Markdown table.
+"""Tensor parallelism against one device: every architecture, and Llama quantised in every way, on 2, 4 and 8 virtual
+CPU devices, as a Markdown table.
 
     python benchmarks/tp_matrix.py                     every case
     python benchmarks/tp_matrix.py --only qwen3 --devices 2 4
@@ -15,11 +16,12 @@ case that does not end in ``--limit`` seconds ends the run with its name and the
 
 import argparse
 import faulthandler
+import importlib
 import json
 import sys
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,7 @@ from octavo.models.attention_metadata import AttentionMetadata
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import abstract_params, merge
 from octavo.models.errors import ModelConfigError
+from octavo.models.loading.errors import LoadError
 from octavo.models.loading.loader import load_params, resolve_model
 from octavo.models.sharding import split_over
 
@@ -73,6 +76,20 @@ def cases() -> dict[str, dict[str, Any]]:
         "llama_vocab_301": {**plain, "vocab_size": 301, "tie_word_embeddings": False},
         "llama_biases": {**eight_heads(known["llama_biases"]), "vocab_size": 301},
     }
+
+
+def quantized_cases() -> dict[str, Callable[[Path], None]]:
+    """Name -> what writes a Llama quantised in one of the ways that the tests know; 3 groups of 128 straddle shards."""
+    sys.path.insert(0, str(GOLDENS.parents[2] / "support"))
+    known = importlib.import_module("quantized_model")
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 16}
+
+    def write(case: Any, folder: Path) -> None:
+        place = folder.with_name("written")
+        known.write_quantized(place, case, **sizes, num_key_value_heads=2, vocab_size=301)
+        (place / "quantized").rename(folder)
+
+    return {name: partial(write, case) for name, case in known.CASES.items()}
 
 
 def eight_heads(config: dict[str, Any]) -> dict[str, Any]:
@@ -158,12 +175,11 @@ def watch(name: str, seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def compare(name: str, config: Mapping[str, Any], devices: Sequence[int], limit: float) -> list[dict[str, Any]]:
-    """One record for each number of devices."""
-    records = []
+def compare(name: str, write: Callable[[Path], None], devices: Sequence[int], limit: float) -> Iterator[dict[str, Any]]:
+    """One record for each number of devices, of the checkpoint that ``write`` writes."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / name
-        write_checkpoint(checkpoint, config)
+        write(checkpoint)
         watch(f"{name} on 1 device", limit)
         expected = run(checkpoint, 1)
         for count in devices:
@@ -173,11 +189,10 @@ def compare(name: str, config: Mapping[str, Any], devices: Sequence[int], limit:
                 found = run(checkpoint, count)
                 record["error"] = found.error_from(expected)
                 record["same_tokens"] = np.array_equal(found.token_ids, expected.token_ids)
-            except ModelConfigError as error:
+            except (ModelConfigError, LoadError) as error:
                 record["refused"] = str(error)
-            records.append(record)
+            yield record
     faulthandler.cancel_dump_traceback_later()
-    return records
 
 
 def table_row(record: Mapping[str, Any], good: bool) -> str:
@@ -194,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 4, 8], metavar="N")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a case; default: %(default)s")
     options = parser.parse_args(argv)
-    known = cases()
+    known = {name: partial(write_checkpoint, config=config) for name, config in cases().items()} | quantized_cases()
     if unknown := sorted(set(options.only) - set(known)):
         parser.error(f"no case is called {unknown[0]}; known: {', '.join(known)}")
     jax.config.update("jax_platforms", "cpu")
