@@ -17,6 +17,7 @@ from octavo.models.architectures import get_architecture
 from octavo.models.errors import ModelConfigError
 from octavo.models.layers.linear import _float8_product, matmul
 from octavo.models.loading import quantized_formats
+from octavo.models.loading.dummy import dummy_params
 from octavo.models.loading.errors import LoadError
 from octavo.models.loading.loader import load_params, resolve_model
 from octavo.models.quantization.packing import pack, unpack
@@ -225,3 +226,16 @@ def test_sizes_that_fill_no_words_refuse(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path, CASES["awq-32"], **{**CONFIG, "intermediate_size": 96})
     with pytest.raises(ModelConfigError, match="multiple of 8 columns"):
         load(folder / "quantized", intermediate_size=92)
+
+
+def test_dummies_of_quantised_weights_are_weights(tmp_path: Path) -> None:
+    """Random, finite and about as large as plain dummies."""
+    for name in ("awq-32", "gptq-4-act", "fp8"):
+        folder = write_quantized(tmp_path / name, CASES[name]) / "quantized"
+        model = resolve_model(str(folder), load_format="dummy")
+        config = get_architecture(model.config.architecture).decoder_config(model.config)
+        params = dummy_params(config, dtype=jnp.float32, mesh=Mesh(np.array(jax.devices()[:1]), ("tp",)))
+        for weight in linears(params).values():
+            values = plain(weight)
+            assert 0.01 < values.std() < 0.04, name
+            assert len(np.unique(values)) > 10
