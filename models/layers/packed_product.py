@@ -46,17 +46,17 @@ def packed_product(
     arrays = (x, weight.packed, weight.scale, weight.zero)
     if placement.num_shards == 1:
         return multiply(*arrays)
-    if not cut_columns:
-        by_row = P(TP_AXIS)
-        specs, out_spec, share = (P(), by_row, by_row, by_row), P(None, TP_AXIS), multiply
-    else:
-        by_column = P(None, TP_AXIS)
+
+    def share(*arrays: jax.Array) -> jax.Array:
+        result = multiply(*arrays)
+        return jax.lax.psum(result, TP_AXIS) if cut_columns else result
+
+    by_row, by_column = P(TP_AXIS), P(None, TP_AXIS)
+    if cut_columns:
         by_group = P() if groups == 1 else by_column
         specs, out_spec = (by_column, by_column, by_group, by_group), P()
-
-        def share(*arrays: jax.Array) -> jax.Array:
-            return jax.lax.psum(multiply(*arrays), TP_AXIS)
-
+    else:
+        specs, out_spec = (P(), by_row, by_row, by_row), by_column
     # XLA cannot see through the kernel that the shares are independent, and would gather the whole weight.
     sharded = jax.shard_map(share, mesh=placement.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
     return sharded(*arrays)

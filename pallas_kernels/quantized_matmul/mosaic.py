@@ -168,7 +168,7 @@ def _kernel(x_g: Any, w_g: Any, scale_g: Any, *more_g: Any, shape: _Shape, **scr
         next_vectors = group_vectors(jnp.minimum(tile + 1, end - 1))
         plgpu.barrier_wait(arrived.at[slot])
         my_part = w_s.at[slot, pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-        codes = plgpu.layout_cast(plgpu.load(my_part, layout=shape.register_layout), plgpu.Layout.WGMMA)
+        codes = plgpu.layout_cast(plgpu.layout_cast(my_part[...], shape.register_layout), plgpu.Layout.WGMMA)
         # The stage of the turn before: all warpgroups are about to be done with it, if they are not yet.
         is_refilled = (warpgroup == 0) & (tile > first) & (tile - 1 + stages < end)
         pl.when(is_refilled)(partial(refill, tile - 1))
@@ -197,8 +197,10 @@ def _kernel(x_g: Any, w_g: Any, scale_g: Any, *more_g: Any, shape: _Shape, **scr
 
 
 def _per_row(vector: Any) -> jax.Array:
-    """One number for each row, in the threads that hold the row."""
-    return plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    """One number for each row, in the threads that hold the row; 2 bytes a thread, which Mosaic does not take for
+    optimised."""
+    options: dict[str, Any] = {"layout": plgpu.Layout.WGMMA.reduce(1), "optimized": False}
+    return plgpu.load(vector, **options)
 
 
 def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
