@@ -65,11 +65,7 @@ def ragged_paged_attention(
     """
     check_implementation(implementation)
     check_attention_inputs(q, kv, block_tables, seq_lens, sinks)
-    if query_start_loc.shape != (seq_lens.shape[0] + 1,) or query_start_loc.dtype != jnp.int32:
-        raise ValueError(
-            f"query_start_loc must be int32 [{seq_lens.shape[0] + 1}] for {seq_lens.shape[0]} rows; "
-            f"got {query_start_loc.dtype} {query_start_loc.shape}"
-        )
+    _check_query_start_loc(query_start_loc, seq_lens.shape[0])
     options = AttentionOptions(scale=scale, window=window, softcap=softcap)
     check_kv_scales(kv_scales)
     lengths, more = (query_start_loc, seq_lens), (sinks, kv_scales)
@@ -82,6 +78,13 @@ def ragged_paged_attention(
     return _ragged_paged_attention_mosaic(
         q, kv, block_tables, *lengths, *more, planned, options=options, spec=spec, interpret=interpret
     )
+
+
+def _check_query_start_loc(starts: jax.Array, num_rows: int) -> None:
+    if starts.shape != (num_rows + 1,) or starts.dtype != jnp.int32:
+        raise ValueError(
+            f"query_start_loc must be int32 [{num_rows + 1}] for {num_rows} rows; got {starts.dtype} {starts.shape}"
+        )
 
 
 def work_spec(
