@@ -25,7 +25,7 @@ class EngineArgs:
     revision: str | None = None
     download_dir: str | None = None
     load_format: str = "auto"
-    """auto, safetensors, gguf or dummy."""
+    """auto, safetensors, gguf, orbax (what ``octavo convert`` writes) or dummy."""
     dtype: str = "auto"
     """auto, float32 (float), bfloat16 or float16 (half)."""
     quantization: str | None = None

@@ -33,7 +33,7 @@ KV_CACHE_DTYPES = {
     "float16": "float16",
     "float32": "float32",
 }
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 
 
 def gib(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..engine.errors import ConfigError
-from . import client, flags, plan, tune
+from . import client, convert, flags, plan, tune
 from .logging import logger, set_up_logging
 
 SERVER_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
@@ -50,6 +50,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     tune.add_tune_options(tune_parser)
     tune_parser.set_defaults(run=tune.run_tune, parser=tune_parser)
+    convert_parser = commands.add_parser(
+        "convert",
+        help="write a model as an Orbax checkpoint",
+        usage="octavo convert [MODEL] --output DIR [options]",
+        allow_abbrev=False,
+    )
+    convert.add_convert_options(convert_parser)
+    convert_parser.set_defaults(run=convert.run_convert, parser=convert_parser)
     chat = commands.add_parser("chat", help="talk to a running server", allow_abbrev=False)
     chat.add_argument("--system-prompt", help="a first message of the system")
     _add_client_options(chat)

@@ -199,7 +199,7 @@ def _add_model_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--trust-remote-code", action=argparse.BooleanOptionalAction, default=False)
     group.add_argument("--revision", help="branch, tag or commit on the hub")
     group.add_argument("--download-dir", help="folder for files from the hub")
-    group.add_argument("--load-format", default="auto", help="auto, safetensors, gguf or dummy")
+    group.add_argument("--load-format", default="auto", help="auto, safetensors, gguf, orbax or dummy")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (float, half)")
     group.add_argument(
         "--quantization",

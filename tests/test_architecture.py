@@ -19,6 +19,7 @@ LAYERS = ("pallas_kernels", "models", "engine", "serving")
 """Lowest first: a layer imports from itself and from lower ones."""
 DEVICE_HALF = {
     "compile_cache",
+    "convert",
     "core",
     "core_parts",
     "core_process",
@@ -49,10 +50,12 @@ JAX_FREE_MODELS = {
 LAZY_IMPORTS = {
     ("__init__.py", "__getattr__"),
     ("models/architectures/__init__.py", "get_architecture"),
+    ("models/loading/loader.py", "_load_orbax"),
     ("pallas_kernels/dispatch.py", "gpu_interpreter"),
     ("pallas_kernels/dispatch.py", "load_mosaic"),
     ("serving/api_process.py", "_load"),
     ("serving/cli.py", "_load"),
+    ("serving/convert.py", "_load"),
     ("serving/plan.py", "_load"),
     ("serving/tune.py", "_load"),
 }

@@ -6,13 +6,16 @@ follows compressed-tensors, ModelOpt and AutoFP8, with the names under which vLL
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from ..architectures.base import Architecture
 from .errors import LoadError
+from .safetensors_source import SafetensorsSource
 from .source import TensorInfo, WeightSource
 from .targets import Target
 
@@ -25,6 +28,7 @@ _NAMES = {
     "kv": ("kv_scale", "attn.kv_scale"),
 }
 """Below a layer's attention. "kv" is an old form: one for both."""
+_USED = [name for names in _NAMES.values() for name in names]
 _UNUSED = ("q_scale", "attn.q_scale", "prob_scale", "attn.prob_scale", "prob_output_scale")
 """Of attention computed in float8, which this is not."""
 
@@ -37,9 +41,21 @@ def split_off_kv_scales(targets: Mapping[str, Target]) -> tuple[dict[str, Target
 
 def kv_scale_pattern(architecture: Architecture) -> str:
     """A regular expression (full match) of the scales' names, which may be present whether or not they are used."""
+    return _pattern(architecture, [*_USED, *_UNUSED])
+
+
+def _pattern(architecture: Architecture, names: Iterable[str]) -> str:
     prefix = re.escape(_attention_prefix(architecture)).replace(r"\{\}", r"\d+")
-    names = [*(name for names in _NAMES.values() for name in names), *_UNUSED]
     return prefix + "(?:" + "|".join(map(re.escape, names)) + ")"
+
+
+def has_kv_scales(path: Path, load_format: str, architecture: Architecture) -> bool:
+    """Whether a checkpoint brings scales of keys or values; of GGUF files none does."""
+    if load_format != "safetensors":
+        return False
+    pattern = re.compile(_pattern(architecture, _USED))
+    with closing(SafetensorsSource(path)) as source:
+        return any(pattern.fullmatch(name) for name in source.tensors)
 
 
 def read_kv_scales(
@@ -55,13 +71,17 @@ def read_kv_scales(
             without.append(layer)
         arrays[target] = jax.device_put(np.asarray(pair or (1.0, 1.0), np.float32), sharding)
     if without:
-        logger.warning(
-            "the checkpoint has no scales for a float8 KV cache in %d of %d layers: 1.0 is used there, which may cost "
-            "accuracy",
-            len(without),
-            len(targets),
-        )
+        warn_of_absent_scales(len(without), len(targets))
     return arrays
+
+
+def warn_of_absent_scales(num_without: int, num_layers: int) -> None:
+    logger.warning(
+        "the checkpoint has no scales for a float8 KV cache in %d of %d layers: 1.0 is used there, which may cost "
+        "accuracy",
+        num_without,
+        num_layers,
+    )
 
 
 def _attention_prefix(architecture: Architecture) -> str:

@@ -1,5 +1,6 @@
 """A checkpoint -> the decoder's parameters on their devices, one tensor at a time."""
 
+import importlib
 import os
 import re
 import sys
@@ -53,6 +54,8 @@ def load_params(
     """
     if load_format == "dummy":
         return dummy_params(decoder_config, dtype=dtype, mesh=mesh)
+    if load_format == "orbax":
+        return _load_orbax().restore_params(model_path, architecture, decoder_config, dtype=dtype, mesh=mesh)
     targets, treedef = param_targets(decoder_config, dtype, mesh)
     kv_scales, targets_of_mappings = split_off_kv_scales(targets)
     mappings = [
@@ -68,6 +71,11 @@ def load_params(
         arrays = read_kv_scales(source, architecture, kv_scales)
         arrays |= _read(source, mappings, targets, progress)
     return treedef.unflatten([arrays[name] for name in targets])
+
+
+def _load_orbax() -> Any:
+    """Importing Orbax takes a second, which a start from other files need not wait for."""
+    return importlib.import_module(".orbax_checkpoint", __package__)
 
 
 def _open(
