@@ -40,6 +40,16 @@ def test_bytes_of_known_models(name, weight_gb, kv_token_kib):
     assert work.kv_bytes * len(work.windows) == kv_token_kib * 1024
 
 
+def test_packed_weights_are_read_packed_and_multiplied_whole():
+    """4 bits a weight; a bfloat16 scale and an 8-bit zero point for each group of 128."""
+    packed, plain = work_of("qwen2.5-72b-awq"), work_of("qwen2.5-72b")
+    wider = 80 * 3 * 8192 * (29696 - 29568)
+    vectors = 80 * (8192 + 2 * 1024 + 2 * 8192) + 8192  # biases and norms
+    assert packed.layer_params == plain.layer_params + wider
+    expected = packed.layer_params * (0.5 + 3 / 128) + 2 * (packed.head_params + vectors)
+    assert packed.weight_bytes == pytest.approx(expected, rel=1e-6)
+
+
 def test_floor_of_a_decode_step_of_llama_3_8b():
     work = work_of("llama-3-8b")
     seconds = floor_seconds(work.decode_bytes(64, 1024), work.decode_flops(64, 1024), 4.3e12, 790e12)
