@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ...pallas_kernels.quantized_matmul import float8_matmul
 from ..quantization.spec import WeightSpecs
 from ..quantization.weights import (
     QUANTIZED_TYPES,
@@ -102,12 +103,12 @@ def _float8_product(x: jax.Array, weight: Float8Weight, out_dtype: jnp.dtype) ->
     largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
     wide = x.astype(jnp.float32)
     if weight.input_scale is not None:
-        scale = jnp.max(weight.input_scale)[None, None]
+        scale = jnp.max(weight.input_scale)
     else:
         scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1, keepdims=True), 1e-12) / largest
     rounded = jnp.clip(wide / scale, -largest, largest).astype(jnp.float8_e4m3fn)
-    product = _weights_right(rounded, weight.weight, jnp.dtype(jnp.float32))
-    return (product * scale * weight.scale[:, 0]).astype(out_dtype)
+    x_scale = scale if scale.ndim == 0 else scale[:, 0]
+    return float8_matmul(rounded, x_scale, weight.weight, weight.scale[:, 0], out_dtype=out_dtype)
 
 
 def _split_columns(x: jax.Array, sizes: Sequence[int], num_shards: int) -> list[jax.Array]:

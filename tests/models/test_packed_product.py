@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from packed_weights import PackedCase, row_errors
 
 from octavo.models.layers import packed_product as module
-from octavo.models.layers.linear import HowServed, Linear, matmul
+from octavo.models.layers.linear import HowServed, Linear, _float8_product, matmul
 from octavo.models.layers.packed_product import kernel_serves, packed_product
-from octavo.models.quantization.weights import IntWeight, dequantize
+from octavo.models.quantization.weights import Float8Weight, IntWeight, dequantize
 from octavo.models.sharding import ONE_DEVICE, Placement
 from octavo.pallas_kernels.aot import aot_missing, compile_program, find_target, target_mesh
 from octavo.pallas_kernels.compat import mosaic_missing
@@ -145,3 +145,21 @@ def test_two_gpus_read_their_own_share(cut_columns):
     assert opcodes.count("custom-call") == 1
     reduces = [line for line in report.hlo.splitlines() if "all-reduce" in line]
     assert bool(reduces) == cut_columns
+
+
+@pytest.mark.parametrize("input_scale", [None, (0.001, 0.02)])
+def test_activations_rounded_to_float8(input_scale):
+    """As a GPU multiplies: a scale for each token, or the largest of the checkpoint's for the fused parts."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((6, 64)) * 10.0 ** np.arange(-2, 1).repeat(2)[:, None], jnp.bfloat16)
+    scale = jnp.asarray(rng.uniform(0.5, 2, (24, 1)), jnp.float32)
+    activations = "token" if input_scale is None else "static"
+    given = None if input_scale is None else jnp.asarray(input_scale)
+    weight = Float8Weight(jnp.asarray(rng.standard_normal((24, 64)), jnp.float8_e4m3fn), scale, given, activations)
+    wide = np.asarray(x, np.float64)
+    x_scale = np.abs(wide).max(axis=1, keepdims=True) / 448 if given is None else np.float64(given.max())
+    rounded = np.asarray(jnp.asarray(wide / x_scale, jnp.float8_e4m3fn), np.float64) * x_scale
+    want = rounded @ (np.asarray(weight.weight, np.float64) * np.asarray(scale)).T
+    got = _float8_product(x, weight, jnp.dtype(jnp.float32))
+    assert row_errors(got, want) <= 2e-2  # a number between two float8 may be rounded either way
+    assert row_errors(got, want * 1.1) > 5e-2
