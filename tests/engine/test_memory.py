@@ -188,7 +188,7 @@ def gpu_pool(monkeypatch, stats, *, temporaries=GIB, weights=2 * GIB, **options)
     leaf = SimpleNamespace(addressable_shards=[SimpleNamespace(data=SimpleNamespace(nbytes=weights))])
     mesh = SimpleNamespace(devices=np.array([FakeGPU(stats=stats)]), size=1)
     model = SimpleNamespace(mesh=mesh, params={"w": leaf})
-    small = SimpleNamespace(kv=SimpleNamespace(bytes_per_block=2**20, dtype=np.dtype("float32")))
+    small = SimpleNamespace(kv=SimpleNamespace(bytes_per_block=2**20), dtype=np.dtype("float32"))
     return pool_size.choose_num_blocks(config(**options), model, small, None), compiled
 
 
