@@ -13,8 +13,8 @@ class GroupItems(NamedTuple):
     """i32 ``[W]``."""
     first_row: jax.Array
     """i32 ``[W]``."""
-    count: jax.Array
-    """i32 ``[W]``: rows; 0 for an item that there is no use for."""
+    num_rows: jax.Array
+    """i32 ``[W]``: 0 for an item that there is no use for."""
 
 
 def plan_items(group_sizes: jax.Array, num_rows: int, rows: int) -> GroupItems:

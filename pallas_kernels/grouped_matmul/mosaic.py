@@ -139,7 +139,7 @@ def _run(
     plgpu.barrier_arrive(finished)
     plgpu.barrier_wait(finished)
     # In plain rows, so that any number of them can be copied: there is no store of 2 bytes without bank conflicts then.
-    plgpu.store(out_s.at[warpgroup], total.astype(out_s.dtype), optimized=False)
+    plgpu.store(out_s.at[warpgroup], total.astype(out_s.dtype), optimized=False)  # type: ignore[attr-defined]
     plgpu.commit_smem()
     mine = jnp.clip(count - warpgroup * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
     size = WARPGROUP_ROWS

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from octavo.pallas_kernels.aot import aot_missing, compile_for
-from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.grouped_matmul import (
     GroupItems,
     MosaicTiles,
@@ -17,9 +16,10 @@ from octavo.pallas_kernels.grouped_matmul import (
     mosaic_tiles,
     plan_items,
     tiles_obstacle,
+    version_obstacle,
 )
 
-NEEDS_MOSAIC = pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
+NEEDS_MOSAIC = pytest.mark.skipif(version_obstacle() is not None, reason=str(version_obstacle()))
 SIZES = {"uneven": (3, 0, 70, 1), "one": (0, 128, 0), "none": (0, 0), "long": (130, 5, 0, 64), "single rows": (1,) * 5}
 
 
@@ -34,7 +34,7 @@ def test_every_row_is_in_one_item_of_its_group(sizes: tuple[int, ...], rows: int
         for row in range(first, first + count)
     ]
     assert found == list(enumerate(np.repeat(np.arange(len(sizes)), sizes)))
-    assert max(np.asarray(items.count)) <= rows
+    assert max(np.asarray(items.num_rows)) <= rows
 
 
 def inputs(sizes: tuple[int, ...], dtype: str, out_size: int = 128) -> tuple[jax.Array, jax.Array, np.ndarray]:

@@ -111,9 +111,9 @@ def test_layers_without_experts() -> None:
     def sparse(**changes: Any) -> list[int]:
         return [i for i, layer in enumerate(built("qwen3_moe", **changes).layers) if layer.moe is not None]
 
-    assert sparse() == [1]
-    assert sparse(decoder_sparse_step=1) == [0, 1, 2]
-    assert sparse(decoder_sparse_step=1, mlp_only_layers=[0, 2]) == [1]
+    assert sparse() == [0, 1]
+    assert sparse(num_hidden_layers=5, decoder_sparse_step=2) == [1, 3]
+    assert sparse(num_hidden_layers=4, mlp_only_layers=[0, 2]) == [1, 3]
     (spec,) = {layer.moe for layer in built("qwen3_moe").layers if layer.moe}
     assert (spec.num_experts, spec.experts_per_token, spec.intermediate_size) == (8, 3, 32)
     assert spec.shared_intermediate_size is None

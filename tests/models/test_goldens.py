@@ -327,7 +327,6 @@ MUTATIONS: dict[str, dict[str, Callable[[DecoderConfig, Params], tuple[DecoderCo
     },
     "mixtral": {
         "experts": _swap_experts,
-        "one_fewer": partial(_experts, experts_per_token=1),
         "gate_up": partial(
             _edit,
             path="mlp.experts.gate_up.weight",
@@ -339,7 +338,7 @@ MUTATIONS: dict[str, dict[str, Callable[[DecoderConfig, Params], tuple[DecoderCo
         "shared_gate": partial(_layer, 2, partial(_edit, path="mlp.shared_gate.weight", edit=np.zeros_like)),
         "router": partial(_layer, 0, partial(_edit, path="mlp.router.weight", edit=lambda w: np.roll(w, 1, axis=0))),
     },
-    "qwen3_moe": {"normalised": partial(_experts, normalize_weights=False), "experts": _swap_experts},
+    "qwen3_moe": {"experts": _swap_experts},
 }
 
 
