@@ -47,7 +47,7 @@ def packed_product(
     if placement.num_shards == 1:
         return multiply(*arrays)
 
-    def share(*arrays: jax.Array) -> jax.Array:
+    def share(*arrays: jax.Array | None) -> jax.Array:
         result = multiply(*arrays)
         return jax.lax.psum(result, TP_AXIS) if cut_columns else result
 
