@@ -2,6 +2,7 @@
 
 import logging
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def packed_product(
     if placement.num_shards == 1:
         return multiply(*arrays)
 
-    def share(*arrays: jax.Array | None) -> jax.Array:
+    def share(*arrays: Any) -> jax.Array:
         result = multiply(*arrays)
         return jax.lax.psum(result, TP_AXIS) if cut_columns else result
 
