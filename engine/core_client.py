@@ -197,8 +197,9 @@ class CoreConnection:
             if not self._ready.done():
                 self._ready.set_result(message.config)
         elif isinstance(message, Result):
-            if message.call_id in self._calls:
-                self._calls[message.call_id].set_result(message)
+            future = self._calls.get(message.call_id)
+            if future is not None and not future.done():  # its caller may have gone in this very turn of the loop
+                future.set_result(message)
         elif isinstance(message, Failed):
             self._die(ConfigError(message.message) if message.is_config_error else EngineDeadError(message.message))
         elif isinstance(message, Died):

@@ -1,6 +1,7 @@
 """``LLM``: the offline Python API. The core runs in this process and thread."""
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ class LLM:
     """Loads a model and generates for lists of prompts.
 
     ``LLM(model, **options)``: the options are the fields of ``EngineArgs``. Without a model the
-    embedded SmolLM2-135M-Instruct is used. Raises ConfigError when it cannot be served.
+    embedded SmolLM2-135M-Instruct is used. Raises ConfigError when it cannot be served. Calls from
+    several threads run one after the other; ``AsyncLLM`` runs requests side by side.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -41,6 +43,8 @@ class LLM:
             frontend.resolved.config.sampling_defaults, args.generation_config, args.override_generation_config
         )
         self._ids = itertools.count()
+        self._lock = threading.Lock()
+        """Held while requests run: they are stepped by the thread that brought them."""
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
@@ -51,7 +55,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing done, while requests hold blocks."""
-        return self._core.reset_prefix_cache()
+        with self._lock:
+            return self._core.reset_prefix_cache()
 
     def stats(self) -> StepStats:
         """Figures of this moment; counters are totals since the start."""
@@ -83,15 +88,16 @@ class LLM:
         ]
         order = {request.request_id: place for place, (request, _) in enumerate(requests)}
         results: list[RequestOutput | None] = [None] * len(requests)
-        try:
-            for request, text in requests:
-                self._outputs.add_request(request, text)
-                self._core.handle(request)
-            for output in self._run(len(requests), use_tqdm):
-                results[order[output.request_id]] = output
-        except BaseException:
-            self._recover(order)
-            raise
+        with self._lock:
+            try:
+                for request, text in requests:
+                    self._outputs.add_request(request, text)
+                    self._core.handle(request)
+                for output in self._run(len(requests), use_tqdm):
+                    results[order[output.request_id]] = output
+            except BaseException:
+                self._recover(order)
+                raise
         assert all(one is not None for one in results), "a request was lost"
         return cast(list[RequestOutput], results)
 

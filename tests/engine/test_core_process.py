@@ -157,6 +157,24 @@ async def test_death_reaches_everybody(folder, fake, way):
     engine.shutdown()
 
 
+async def test_an_answer_to_a_caller_who_has_just_gone(folder, fake):
+    """The answer is read in the very turn of the event loop in which its caller is cancelled."""
+    engine = await started(folder)
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    call = asyncio.create_task(engine.reset_prefix_cache())
+    await asyncio.sleep(0)
+    time.sleep(0.3)  # noqa: ASYNC251 - the answer arrives meanwhile
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.sleep(0)
+    assert await engine.reset_prefix_cache()
+    assert not problems
+    engine.shutdown()
+
+
 async def test_an_idle_core_may_rest(folder, fake):
     """Without work no step is due, however long that lasts; and the first one has its full time."""
     engine = await started(folder, engine_step_timeout=0.5)

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -317,6 +318,13 @@ def test_the_call_after_an_error_or_an_interrupt_works(llm, alone, monkeypatch, 
     assert llm._outputs.num_unfinished == 0
     assert llm._core.stats().kv_cache_usage == 0.0
     assert tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
+
+
+def test_calls_from_several_threads_give_what_they_give_alone(llm, alone):
+    """Without taking turns, one thread would step another's requests and drop their outputs."""
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(llm.generate, [prompt], GREEDY, use_tqdm=False) for prompt in PROMPTS]
+    assert [tokens_of(call.result()) for call in calls] == [[tokens] for tokens in alone]
 
 
 def test_bad_prompts_are_refused_before_anything_runs(llm):
