@@ -81,5 +81,5 @@ def test_a_float8_cache(mosaic_folder):
 
 
 def test_a_cache_of_another_16_bits_is_refused(mosaic_folder):
-    with pytest.raises(ConfigError, match="'mosaic' cannot be used: a KV cache of float16: .* bfloat16, or of fp8"):
+    with pytest.raises(ConfigError, match=r"'mosaic' cannot be used: a KV cache of float16: .* bfloat16, or of fp8"):
         make_llm(mosaic_folder, "mosaic", kv_cache_dtype="float16")

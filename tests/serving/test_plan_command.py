@@ -106,7 +106,8 @@ def test_a_whole_plan_or_what_it_lacks(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--target", "h100")
-    result = run_octavo(str(tmp_path), *options, "--attention-backend", "xla", "--swap-space", "0.5", "--kv-cache-dtype", "fp8")
+    options += ("--attention-backend", "xla", "--swap-space", "0.5", "--kv-cache-dtype", "fp8")
+    result = run_octavo(str(tmp_path), *options)
     if result.returncode == 2:
         assert "pip install 'octavo[cuda12]'" in result.stderr
         assert "Traceback" not in result.stderr
