@@ -83,7 +83,7 @@ def _unix_socket(path: str) -> socket.socket:
     try:
         one.bind(path)
         one.listen(BACKLOG)
-    except BaseException:
+    except OSError as error:
         one.close()
-        raise
+        raise OSError(error.errno or errno.ENAMETOOLONG, error.strerror or str(error), path) from error  # the system does not name it
     return one

@@ -85,3 +85,11 @@ def test_a_file_is_not_replaced(tmp_path):
     with pytest.raises(OSError):
         open_sockets(ServerOptions(uds=str(path)))
     assert path.read_text() == "keep"
+
+
+@pytest.mark.parametrize("name", ["missing/socket", "a_file", "long" * 40])
+def test_a_path_that_cannot_be_listened_on_is_named(tmp_path, name):
+    (tmp_path / "a_file").write_text("not a socket")
+    with pytest.raises(OSError, match=name):
+        open_sockets(ServerOptions(uds=str(tmp_path / name)))
+    assert (tmp_path / "a_file").read_text() == "not a socket"
