@@ -85,5 +85,6 @@ def _unix_socket(path: str) -> socket.socket:
         one.listen(BACKLOG)
     except OSError as error:
         one.close()
-        raise OSError(error.errno or errno.ENAMETOOLONG, error.strerror or str(error), path) from error  # the system does not name it
+        # The system does not name the path.
+        raise OSError(error.errno or errno.ENAMETOOLONG, error.strerror or str(error), path) from error
     return one
