@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from conftest_paths import CACHE_FOLDER
 from fake_core import HANG, TOKEN, WAIT
 from nginx_process import NGINX, nginx_process
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed: d
 Client = aiohttp.ClientSession
 HOLDING = "proxy_buffering on; proxy_ignore_headers X-Accel-Buffering; gzip on; gzip_types text/event-stream;"
 BUFFERED = {"proxy_buffering off;": HOLDING}
-SMALL = ("--max-model-len", "64", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64", "--enforce-eager")
+SMALL = (
+    *("--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"),
+    *("--num-gpu-blocks-override", "64", "--enforce-eager", "--compile-cache-dir", str(CACHE_FOLDER / "engine")),
+)
 NO_SECOND_TRY = {"http_503 non_idempotent;": "http_503;"}
 
 
