@@ -28,7 +28,7 @@ from ..models.quantization.spec import WeightSpec
 from .config import ModelOptions
 from .errors import ConfigError
 from .find_model import find_model
-from .launch import make_cpu_devices, make_mesh
+from .launch import backend_is_up, make_cpu_devices, make_mesh
 from .tokenizer import Tokenizer
 
 _COPIED = ("*.json", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken", "LICENSE*", "NOTICE*")
@@ -54,8 +54,9 @@ def convert(options: ModelOptions, output: Path, progress: Callable[[str], None]
     appears when it is complete. Raises ConfigError for a model that cannot be served and for an ``output`` in use.
     """
     _check_output(output)
-    jax.config.update("jax_platforms", "cpu")  # nothing here may take a GPU that is in use
-    make_cpu_devices(STORED_PIECES)
+    if not backend_is_up():
+        jax.config.update("jax_platforms", "cpu")  # nothing here may take a GPU that is in use
+        make_cpu_devices(STORED_PIECES)
     resolved = find_model(options)
     try:
         with _written_aside(output) as folder:

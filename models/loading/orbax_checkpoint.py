@@ -140,7 +140,8 @@ def restore_params(
     present = [layout for layout in found if not layout.name.endswith(_SCALES) or layout.name in index.arrays]
     _check(folder, index, architecture, present, with_scales=config.scales_kv)
     parts = {part.name: (layout, part) for layout in present for part in layout.parts}
-    wanted = _nested({name: _restore_args(*pair) for name, pair in parts.items()})
+    unused = dict.fromkeys(index.arrays.keys() - parts.keys(), ocp.RestoreArgs(restore_type=np.ndarray))
+    wanted = _nested(unused | {name: _restore_args(*pair) for name, pair in parts.items()})
     largest = max(math.prod(part.shape) * 4 for _, part in parts.values())
     path = (folder / PARAMS_FOLDER).absolute()
     try:
