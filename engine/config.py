@@ -16,6 +16,10 @@ from .sampling_params import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+PROGRAM_WRITER = "octavo-program-writer"
+"""The thread that writes compiled programs after a start: an end that is not forced waits for it."""
+WRITER_WAIT_S = 8.0
+"""But no longer than this."""
 GIB = 1024**3
 DTYPES = {
     "auto": "auto",

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from .config import EngineConfig
+from .config import WRITER_WAIT_S, EngineConfig
 from .stats_board import StatsBoard, create_board
 from .wire import CoreStart, encode_start, socket_address
 
@@ -97,9 +97,11 @@ class CoreChild:
         self._suspected_s = self._suspected_s or now_s
         return now_s - self._suspected_s > SUSPICION_S
 
-    def end(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Ends the child, by force after ``timeout_s``, and removes its folder. From any thread, and again."""
+    def end(self) -> None:
+        """Ends the child, by force if it takes too long, and removes its folder. From any thread, and again."""
         with self._lock:
+            # One that works may be writing compiled programs.
+            timeout_s = END_TIMEOUT_S if self._problem else END_TIMEOUT_S + WRITER_WAIT_S
             self._problem = self._problem or "the core was stopped"
             with suppress(BrokenPipeError):
                 assert self._process.stdin is not None

@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol
 import zmq
 
 from ..models.loading.resolve import ResolvedModel
-from .config import EngineConfig
+from .config import PROGRAM_WRITER, WRITER_WAIT_S, EngineConfig
 from .errors import ConfigError
 from .find_model import find_model
 from .messages import AbortRequest, ChoiceOutput, EngineRequest, StepOutputs, StepStats
@@ -253,6 +253,9 @@ def _end_with_owner(stdin: int, folder: str) -> None:
     while os.read(stdin, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
+    for thread in threading.enumerate():
+        if thread.name == PROGRAM_WRITER:
+            thread.join(WRITER_WAIT_S)  # or the next start compiles once more
     os._exit(0)
 
 

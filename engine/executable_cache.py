@@ -14,13 +14,15 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from .config import PROGRAM_WRITER
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +30,7 @@ KEPT_DAYS = 14
 """Programs of other versions and settings are removed when they were not used for so long."""
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _SOURCES = ("engine", "models", "pallas_kernels")
-_writer = ThreadPoolExecutor(1, "keep-programs")
-_being_written: dict[Path, Future[None]] = {}
+_being_written: dict[Path, Thread] = {}
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
@@ -83,15 +84,18 @@ class ExecutableCache:
     def keep(self) -> None:
         """Writes what was compiled, in the background: it takes seconds, which a start need not wait for.
 
-        The process does not end before it is done, unless it is killed.
+        The thread is called ``PROGRAM_WRITER``; the process does not end before it is done, unless it is killed.
         """
-        for path, program in self._new:
-            _being_written[path] = _writer.submit(_store, path, program)
-        self._new.clear()
+        new, self._new = self._new, []
+        if not new:
+            return
+        writer = Thread(target=_store_all, args=(new,), name=PROGRAM_WRITER)
+        _being_written.update(dict.fromkeys((path for path, _ in new), writer))
+        writer.start()
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:
         if path in _being_written:
-            wait([_being_written[path]])
+            _being_written[path].join()
         try:
             data = path.read_bytes()
         except OSError:
@@ -102,6 +106,11 @@ class ExecutableCache:
         except Exception as error:  # whatever a damaged file leads to, compiling still works
             logger.warning("a kept program could not be read and is compiled again: %s (%r)", path, error)
             return None
+
+
+def _store_all(programs: Sequence[tuple[Path, jax.stages.Compiled]]) -> None:
+    for path, program in programs:
+        _store(path, program)
 
 
 def _store(path: Path, program: jax.stages.Compiled) -> None:

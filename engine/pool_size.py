@@ -117,7 +117,10 @@ def _memory(
         free = available_host_memory()
         if free is None:
             return None
-        usable = total = free - config.cache.swap_bytes * mesh.size
+        swap = config.cache.swap_bytes * mesh.size
+        if swap > free:
+            raise ConfigError(f"swap_space: {gib(swap)} are more than the {gib(free)} of memory that are free")
+        usable = total = free - swap
         weights, state, reserve = weights * mesh.size, state * mesh.size, CPU_RESERVE_BYTES
     else:
         known = [device.memory_stats() or {} for device in devices]

@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-from concurrent.futures import wait
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,8 @@ def compile_into(folder, *inputs):
     cache = open_cache(folder, *inputs)
     program = cache.get("step", compile_double)
     cache.keep()
-    wait(executable_cache._being_written.values())
+    for writer in executable_cache._being_written.values():
+        writer.join()
     return program
 
 
