@@ -4,6 +4,7 @@ import logging
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
+from aiohttp.http_exceptions import HttpProcessingError
 
 from .state import request_label
 
@@ -20,3 +21,8 @@ class AccessLog(AbstractAccessLogger):
         self.logger.log(
             level, "%s %s %s %d %.3f s (%s)", request.remote, request.method, request.path, response.status, time, label
         )
+
+
+def drop_bad_requests(record: logging.LogRecord) -> bool:
+    """A filter: bytes that are no HTTP are answered 400, and with a traceback for each a port scanner fills the log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import ssl
 from collections.abc import Sequence
 from typing import Any
 
@@ -315,18 +316,29 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     return EngineArgs(**values)
 
 
+def _check_certificate(certfile: str, keyfile: str | None) -> None:
+    """Raises ValueError now, for what would otherwise end an API process when it listens."""
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certfile, keyfile)
+    except OSError as error:  # SSLError is one
+        key = f", --ssl-keyfile {keyfile}" if keyfile else ""
+        raise ValueError(f"--ssl-certfile {certfile}{key}: {error}") from error
+
+
 def server_options(
     args: argparse.Namespace, environment_keys: Sequence[str], *, dev_mode: bool = False
 ) -> ServerOptions:
     """The server's share; keys of the environment count when none are given.
 
-    Raises ValueError for an empty key, and for a private key without its certificate.
+    Raises ValueError for an empty key, and for a certificate or private key that cannot be used.
     """
     keys = tuple(args.api_key or environment_keys)
     if not all(keys):
         raise ValueError("an API key is empty")
     if args.ssl_keyfile and not args.ssl_certfile:
         raise ValueError("--ssl-keyfile needs --ssl-certfile")
+    if args.ssl_certfile:
+        _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     origins = args.allowed_origins
     if origins is None:
         # Without a key, any page that a user of this machine visits could use the server if it were allowed to.

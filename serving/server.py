@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ..engine.args import EngineArgs
 from ..engine.errors import ConfigError, EngineDeadError
-from .access_log import AccessLog
+from .access_log import AccessLog, drop_bad_requests
 from .app import make_app
 from .engine_client import EngineClient, EngineFactory
 from .listening import BACKLOG, open_sockets
@@ -87,6 +87,7 @@ class Server:
         """Listens. Raises OSError. With port 0, ``bound_port`` tells which it is."""
         # handler_cancellation: a client that leaves cancels its handler, which aborts its request (rule R23).
         self.app = make_app(self.state)
+        logging.getLogger("aiohttp.server").addFilter(drop_bad_requests)
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,

@@ -116,16 +116,18 @@ class Supervisor:
             codes = [api.poll() for api in self._apis]
             if num_told and None not in codes:
                 return 0 if not any(codes) else 1
-            problem = self._core.poll() or self._find_dead(codes, is_stopping=num_told > 0)
+            problem = self._core.poll() or self._find_dead(codes, num_told)
             if problem is not None:
                 return self._fail(problem)
             if deadline_s is not None and time.monotonic() > deadline_s:
                 logger.error("an API process did not stop in time")
                 return 1
 
-    def _find_dead(self, codes: list[int | None], *, is_stopping: bool) -> str | None:
+    def _find_dead(self, codes: list[int | None], num_told: int) -> str | None:
+        """An API process that ended without being told to stop, or otherwise than it should: 0, or 1 when forced."""
+        expected = range(min(num_told, 2))
         for index, code in enumerate(codes):
-            if code is not None and not (is_stopping and code == 0):
+            if code is not None and code not in expected:
                 return f"API process {index} {describe_exit(code)}"
         return None
 

@@ -108,6 +108,8 @@ def test_not_human_int(text):
         (["--override-generation-config", '{"temprature": 1}'], "temprature"),
         (["--override-generation-config", '{"top_p": 0}'], "top_p"),
         (["--ssl-keyfile", "key.pem"], "--ssl-certfile"),
+        (["--ssl-certfile", "no-such.pem"], "--ssl-certfile no-such.pem: [Errno 2] No such file"),
+        (["--ssl-certfile", __file__], f"--ssl-certfile {__file__}"),
         (["--stall-timeout", "0"], "--stall-timeout"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
         (["--max-request-body-bytes", "0"], "--max-request-body-bytes"),

@@ -163,3 +163,13 @@ async def test_the_servers_own_limit(launch):
     status, answer = await running.post("/v1/completions", body | {"n": 9, "temperature": 1})
     assert (status, answer["error"]["param"]) == (400, "n")
     assert running.server.state.num_choices == 0
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET /health HTTP/1.1\r\nno colon\r\n\r\n"])
+async def test_what_is_no_http_is_refused_without_a_traceback(running, caplog, garbage):
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.server.bound_port)
+    writer.write(garbage)
+    answer = await asyncio.wait_for(reader.read(100), 10)
+    writer.close()
+    assert b" 400 " in answer.split(b"\r\n")[0]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
