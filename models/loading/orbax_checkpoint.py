@@ -32,7 +32,7 @@ from .targets import Target, param_targets
 STORED_PIECES = 8
 _COPY_AXIS = "copy"
 _SCALES = ".attention.kv_scales"
-_BYTES_IN_FLIGHT = 2 << 30
+_BYTES_IN_FLIGHT = 10**9
 """Host memory for what is read and not yet on the devices, more only for an array that is larger."""
 
 
