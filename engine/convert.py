@@ -1,7 +1,7 @@
 """``octavo convert``: a checkpoint of any format to an Orbax checkpoint, which devices restore in shares."""
 
 import json
-import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,7 +122,7 @@ def _written_aside(output: Path) -> Iterator[Path]:
     Raises ConfigError if it cannot be written.
     """
     output = output.absolute()
-    aside = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    aside = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
