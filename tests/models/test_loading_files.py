@@ -228,7 +228,7 @@ def test_local_paths_never_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_load_formats_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="expected auto or safetensors or gguf or dummy, found 'pt'"):
+    with pytest.raises(LoadError, match="expected auto or safetensors or gguf or orbax or dummy, found 'pt'"):
         resolve_model(str(tmp_path), load_format="pt")
     with pytest.raises(LoadError, match="expected gguf, found safetensors"):
         resolve_model(str(tmp_path), load_format="gguf")
