@@ -126,3 +126,25 @@ def test_a_start_right_after_another_waits_for_what_is_being_written(tmp_path):
     cache.get("step", compile_double)
     cache.keep()
     open_cache(tmp_path, "model").get("step", never)
+
+
+def test_two_starts_at_once_share_a_folder(tmp_path):
+    """Each writes all; whoever comes last wins, and at no moment is there half a program."""
+    starts = [open_cache(tmp_path, "model") for _ in range(4)]
+    for start in starts:
+        start.get("step", compile_double)
+    for start in starts:
+        start.keep()
+    for writer in list(executable_cache._being_written.values()):
+        writer.join()
+    assert open_cache(tmp_path, "model").get("step", never)(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_what_a_killed_start_left_behind_is_passed_over(tmp_path):
+    compile_into(tmp_path, "model")
+    (path,) = tmp_path.glob("programs-*/step")
+    path.with_name("step.4711").write_bytes(b"half a program")
+    path.with_name("other.4711").write_bytes(b"")
+    cache = open_cache(tmp_path, "model")
+    cache.get("step", never)
+    assert cache.get("other", compile_double)(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]

@@ -106,7 +106,7 @@ def engines(folder: Path) -> Iterator[dict[str, Any]]:
             block_size=4,
             num_gpu_blocks_override=16,
             swap_space=0.01,
-            enforce_eager=True,
+            compile_cache_dir=str(folder / "compiled"),
         )
         greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
         rounds = [llm.generate(PROMPTS, greedy, use_tqdm=False) for _ in range(2)]
@@ -119,6 +119,7 @@ def engines(folder: Path) -> Iterator[dict[str, Any]]:
             "devices": count,
             "same_tokens": texts[-1] == texts[0],
             "choices": len(texts[-1]),
+            "compiles_after_ready": stats.compiles_after_ready_total,
             "preemptions": stats.num_preemptions_total,
             "hits": stats.prefix_cache_hits_total,
             "host_hits": stats.external_prefix_cache_hits_total,
