@@ -135,7 +135,7 @@ def test_rope_numbers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["NonsenseForCausalLM"]}, "NonsenseForCausalLM.*supported: Gemma2.*LlamaForCausalLM"),
+        ({"architectures": ["NonsenseForCausalLM"]}, "NonsenseForCausalLM.*supported: Cohere2.*LlamaForCausalLM"),
         ({"architectures": []}, "architectures must hold one name"),
         ({"rope_scaling": {"type": "nonsense"}}, "rope type 'nonsense'.*supported: default, linear, llama3"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
