@@ -197,9 +197,7 @@ def read_method(found: Any, where: str = "quantization_config") -> QuantizationM
     fields = Fields(found, where)
     method = str(fields.get("quant_method", "unnamed")).lower()
     if method not in _STORED:
-        raise ModelConfigError(
-            f"{where}: method {method!r} is not supported; supported: {', '.join(_STORED)}"
-        )
+        raise ModelConfigError(f"{where}: method {method!r} is not supported; supported: {', '.join(_STORED)}")
     return _STORED[method](fields)
 
 

@@ -144,7 +144,7 @@ def test_the_default_pool_shrinks_to_the_memory_there_is_and_one_asked_for_does_
     for option in ({"kv_cache_memory_bytes": 2**27}, {"num_gpu_blocks_override": 2**27 // BLOCK}):
         with pytest.raises(ConfigError, match=rf"a smaller {next(iter(option))} \(.* fit\)"):
             make_llm(folder, **option)
-    with pytest.raises(ConfigError, match="swap_space: 1.00 GiB are more than"):
+    with pytest.raises(ConfigError, match=r"swap_space: 1\.00 GiB are more than"):
         make_llm(folder, swap_space=1.0)
 
 
