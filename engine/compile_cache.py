@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,9 @@ from jax.experimental.compilation_cache import compilation_cache
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_without_lock = threading.Lock()
+_num_without = 0
+_was_enabled = True
 
 
 class CompileCounter:
@@ -84,15 +88,24 @@ def without_jax_cache() -> Iterator[None]:
     For programs that are kept as executables: one that JAX has read from its cache loses its code when it is
     serialized again (seen on CPU with JAX 0.10 to 0.12: "Function ... not found" at its first call).
     """
-    option = "jax_enable_compilation_cache"
-    before = jax.config.values[option]
-    jax.config.update(option, False)
-    compilation_cache.reset_cache()  # or JAX goes by what it found when it compiled first
+    global _num_without, _was_enabled
+    with _without_lock:
+        if _num_without == 0:
+            _was_enabled = jax.config.values["jax_enable_compilation_cache"]
+        _num_without += 1
+        _enable_jax_cache(False)
     try:
         yield
     finally:
-        jax.config.update(option, before)
-        compilation_cache.reset_cache()
+        with _without_lock:
+            _num_without -= 1
+            if _num_without == 0:  # engines may start side by side
+                _enable_jax_cache(_was_enabled)
+
+
+def _enable_jax_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # or JAX goes by what it found when it compiled first
 
 
 def _cpu_features() -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from octavo.engine.compile_cache import enable_compile_cache, machine_key
+from octavo.engine.compile_cache import enable_compile_cache, machine_key, without_jax_cache
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +46,13 @@ def test_a_user_without_a_home_is_a_warning(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert enable_compile_cache(None) is None
     assert "home directory" in caplog.text
+
+
+def test_engines_that_start_side_by_side_turn_jax_cache_on_again_only_at_the_end():
+    first, second = without_jax_cache(), without_jax_cache()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not jax.config.values["jax_enable_compilation_cache"]
+    second.__exit__(None, None, None)
+    assert jax.config.values["jax_enable_compilation_cache"]
