@@ -150,6 +150,7 @@ class Server:
                 return 1
             self.state.progress.update(engine.stats(), engine.stalled_s())
             await asyncio.wait({stopping}, timeout=POLL_S)
+        deadline_s = asyncio.get_running_loop().time() + self.options.shutdown_timeout_s
         self._drained = drained = await self._wait_in_flight(self.options.shutdown_timeout_s)
         if not drained:
             logger.warning("%d requests did not end in time and are aborted", self.state.num_in_flight)
@@ -157,6 +158,8 @@ class Server:
             await self._wait_in_flight(ABORT_WAIT_S, forced=True)
         elif engine.dead_error is None:
             await engine.wait_drained(ABORT_WAIT_S)
+            if self.options.api_server_count > 1:
+                await self._wait_for_others(engine, deadline_s)
         return 1 if self._force.is_set() or engine.dead_error is not None else 0
 
     async def _wait_in_flight(self, timeout_s: float, forced: bool = False) -> bool:
@@ -168,6 +171,16 @@ class Server:
                 return False
             await asyncio.sleep(min(0.02, timeout_s))
         return True
+
+    async def _wait_for_others(self, engine: EngineClient, deadline_s: float) -> None:
+        """Until the core has nothing more to do for other API processes: whoever connects here meanwhile is told 503,
+        not refused."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < deadline_s and not self._force.is_set() and engine.dead_error is None:
+            stats = engine.stats()
+            if not stats.num_running + stats.num_waiting:
+                return
+            await asyncio.sleep(0.02)
 
     @property
     def must_exit(self) -> bool:
