@@ -14,6 +14,16 @@ from jax.experimental.compilation_cache import compilation_cache
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_PROGRAM_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_dtype_bits",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_debug_nans",
+    "jax_debug_infs",
+)
 _without_lock = threading.Lock()
 _num_without = 0
 _was_enabled = True
@@ -79,6 +89,15 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
+
+
+def program_settings(device: jax.Device) -> tuple[tuple[str, str], ...]:
+    """What the process around an engine may have set that changes what a program computes, and what runs below JAX.
+
+    XLA_FLAGS of the environment are not among it: who tries some gives another ``compile_cache_dir``.
+    """
+    settings = [(name, repr(jax.config.values.get(name))) for name in _PROGRAM_OPTIONS]
+    return (*settings, ("platform", device.client.platform_version))
 
 
 @contextmanager

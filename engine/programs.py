@@ -24,7 +24,7 @@ from ..pallas_kernels.tuning import user_files
 from ..pallas_kernels.work_lists import WorkListSpec
 from ..pallas_kernels.xla_options import step_compiler_options
 from .buckets import Bucket, BucketTable
-from .compile_cache import without_jax_cache
+from .compile_cache import program_settings, without_jax_cache
 from .config import EngineConfig
 from .device_state import StateSpec, abstract_state
 from .executable_cache import ExecutableCache
@@ -147,7 +147,7 @@ class Programs:
         config = self._config
         sizes = (config.block_size, config.max_model_len, config.max_blocks_per_request, config.vocab_size)
         made_of = (self._model.graphdef, self._params, self._spec, self._model.work)
-        parts = (*made_of, sizes, self.compiler_options, user_files())
+        parts = (*made_of, sizes, self.compiler_options, user_files(), program_settings(devices[0]))
         inputs = [repr(part) for part in (*parts, [device.id for device in devices])] if folder and is_here else []
         return ExecutableCache(Path(folder) if folder and is_here else None, inputs, devices)
 

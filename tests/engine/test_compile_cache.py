@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from octavo.engine.compile_cache import enable_compile_cache, machine_key, without_jax_cache
+from octavo.engine.compile_cache import enable_compile_cache, machine_key, program_settings, without_jax_cache
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +56,15 @@ def test_engines_that_start_side_by_side_turn_jax_cache_on_again_only_at_the_end
     assert not jax.config.values["jax_enable_compilation_cache"]
     second.__exit__(None, None, None)
     assert jax.config.values["jax_enable_compilation_cache"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("jax_default_matmul_precision", "highest"), ("jax_enable_x64", True)])
+def test_what_changes_programs_changes_their_key(option, value):
+    device, before = jax.devices()[0], jax.config.values[option]
+    plain = program_settings(device)
+    jax.config.update(option, value)
+    try:
+        assert program_settings(device) != plain
+    finally:
+        jax.config.update(option, before)
+    assert program_settings(device) == plain
