@@ -16,6 +16,9 @@ from typing import Any
 
 import jax
 
+from .dispatch import AttentionShape, check_mosaic_shapes
+from .float8 import FLOAT8
+
 FOLDER = Path(__file__).parent / "tuned"
 
 _user_folder: Path | None = None
@@ -98,6 +101,21 @@ def facts_of(q: jax.ShapeDtypeStruct | jax.Array, kv: jax.ShapeDtypeStruct | jax
         "block_size": block_size,
         "kv_dtype": str(kv.dtype),
     }
+
+
+def measured_sizes(
+    operation: str, q: jax.ShapeDtypeStruct | jax.Array, kv: jax.ShapeDtypeStruct | jax.Array, interpret: Any
+) -> dict[str, Any] | None:
+    """The fields of an attention kernel's tuning that were measured for such a call on this GPU; None: reason.
+
+    Raises ValueError for a shape or pool type that the Mosaic kernels cannot serve.
+    """
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
+    if kv.dtype not in (q.dtype, FLOAT8):
+        raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of {FLOAT8}; got {kv.dtype}")
+    gpu = None if interpret is not None else current_gpu()
+    return find_tuned(operation, gpu, facts_of(q, kv)) if gpu else None
 
 
 def current_gpu() -> str | None:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from ..attention_common import AttentionOptions, attend_scaled, check_attention_inputs, check_kv_scales, check_work
-from ..dispatch import AttentionShape, Implementation, check_implementation, check_mosaic_shapes, load_mosaic
-from ..float8 import FLOAT8, as_numbers
-from ..tuning import current_gpu, facts_of, find_tuned
+from ..dispatch import Implementation, check_implementation, load_mosaic
+from ..float8 import as_numbers
+from ..tuning import measured_sizes
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import WorkPlan, WorkSpec
 from .xla import RowPlan, paged_attention_xla
@@ -115,16 +115,9 @@ def _mosaic_tuning(
 ) -> MosaicTuningConfig:
     """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
     kernel cannot serve."""
-    num_kv_heads, block_size, head_dim = kv.shape[2:]
-    check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
-    if kv.dtype not in (q.dtype, FLOAT8):
-        raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of float8_e4m3fn; got {kv.dtype}")
-    tuned = None
-    if interpret is None and (gpu := current_gpu()):
-        tuned = find_tuned("paged_attention", gpu, facts_of(q, kv))
-    if tuned is not None:
-        return MosaicTuningConfig(**tuned)
-    return mosaic_tuning(head_dim, kv.dtype.itemsize, interpreted=interpret is not None)
+    if measured := measured_sizes("paged_attention", q, kv, interpret):
+        return MosaicTuningConfig(**measured)
+    return mosaic_tuning(kv.shape[-1], kv.dtype.itemsize, interpreted=interpret is not None)
 
 
 @partial(jax.jit, static_argnames=("options", "spec", "interpret"))

@@ -12,7 +12,7 @@ from octavo.engine.args import EngineArgs
 from octavo.engine.config import EngineConfig
 from octavo.engine.errors import ConfigError
 from octavo.engine.tune import model_shape, tune
-from octavo.pallas_kernels import dispatch, paged_attention, ragged_paged_attention
+from octavo.pallas_kernels import dispatch, paged_attention, ragged_paged_attention, tuning
 from octavo.pallas_kernels.autotune import CandidateError
 from octavo.pallas_kernels.paged_attention.config import mosaic_tuning
 from octavo.pallas_kernels.tuning import use_folder
@@ -55,8 +55,8 @@ def test_what_it_writes_is_what_the_kernels_take(on_h200, tmp_path, monkeypatch)
 
     q = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((9, 2, 8, 16, 128), jnp.bfloat16)
+    monkeypatch.setattr(tuning, "current_gpu", lambda: "NVIDIA H200")
     for module in (paged_attention, ragged_paged_attention):
-        monkeypatch.setattr(module, "current_gpu", lambda: "NVIDIA H200")
         before = module._mosaic_tuning(q, kv, None)
         use_folder(tmp_path)
         try:
