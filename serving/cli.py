@@ -29,35 +29,24 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="octavo", description="LLM inference in JAX", allow_abbrev=False)
     parser.add_argument("--version", "-v", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    serve = commands.add_parser(
-        "serve", help="serve a model over OpenAI's API", usage="octavo serve [MODEL] [options]", allow_abbrev=False
+    tuning = "measure the attention kernels' sizes on this machine's GPU"
+    of_models = (
+        ("serve", "[options]", "serve a model over OpenAI's API", flags.add_serve_options, run_serve),
+        ("plan", "[options]", "what a model takes on a GPU, without that GPU", plan.add_plan_options, plan.run_plan),
+        ("tune", "[options]", tuning, tune.add_tune_options, tune.run_tune),
+        (
+            "convert",
+            "--output DIR [options]",
+            "write a model as an Orbax checkpoint",
+            convert.add_convert_options,
+            convert.run_convert,
+        ),
     )
-    flags.add_serve_options(serve)
-    serve.set_defaults(run=run_serve, parser=serve)
-    plan_parser = commands.add_parser(
-        "plan",
-        help="what a model takes on a GPU, without that GPU",
-        usage="octavo plan [MODEL] [options]",
-        allow_abbrev=False,
-    )
-    plan.add_plan_options(plan_parser)
-    plan_parser.set_defaults(run=plan.run_plan, parser=plan_parser)
-    tune_parser = commands.add_parser(
-        "tune",
-        help="measure the attention kernels' sizes on this machine's GPU",
-        usage="octavo tune [MODEL] [options]",
-        allow_abbrev=False,
-    )
-    tune.add_tune_options(tune_parser)
-    tune_parser.set_defaults(run=tune.run_tune, parser=tune_parser)
-    convert_parser = commands.add_parser(
-        "convert",
-        help="write a model as an Orbax checkpoint",
-        usage="octavo convert [MODEL] --output DIR [options]",
-        allow_abbrev=False,
-    )
-    convert.add_convert_options(convert_parser)
-    convert_parser.set_defaults(run=convert.run_convert, parser=convert_parser)
+    for name, options, summary, add_options, run in of_models:
+        usage = f"octavo {name} [MODEL] {options}"
+        command = commands.add_parser(name, help=summary, usage=usage, allow_abbrev=False)
+        add_options(command)
+        command.set_defaults(run=run, parser=command)
     chat = commands.add_parser("chat", help="talk to a running server", allow_abbrev=False)
     chat.add_argument("--system-prompt", help="a first message of the system")
     _add_client_options(chat)
