@@ -3,16 +3,15 @@
 import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from conftest_paths import CACHE_FOLDER
+from tiny_llm import make_llm
 from tiny_model import tiny_model
 
-from octavo import LLM, RequestError, SamplingParams
+from octavo import RequestError, SamplingParams
 from octavo.engine import frontend
 from octavo.engine.args import EngineArgs
 from octavo.engine.compile_cache import COMPILES
@@ -21,19 +20,6 @@ from octavo.engine.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 290 + 3 for j in range(3 + 5 * i % 37)] for i in range(16)]
-
-
-def make_llm(folder: Path, **options) -> LLM:
-    defaults = {
-        "skip_tokenizer_init": True,
-        "compile_cache_dir": str(CACHE_FOLDER / "engine"),
-        "block_size": 4,
-        "max_model_len": 96,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
-        "num_gpu_blocks_override": 200,
-    }
-    return LLM(str(folder), **{**defaults, **options})
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest_paths import CACHE_FOLDER
 from jax.extend.mlir import ir
 from jax.sharding import Mesh
+from tiny_llm import make_llm
 from tiny_model import tiny_model
 
 from octavo import LLM, SamplingParams
@@ -158,19 +158,6 @@ def test_an_h200_restores_a_chunk_with_one_copy_and_updates_the_pool_in_place(nu
 
 
 # ---- an engine ------------------------------------------------------------------------------
-
-
-def make_llm(folder: Path, **options) -> LLM:
-    defaults = {
-        "skip_tokenizer_init": True,
-        "compile_cache_dir": str(CACHE_FOLDER / "engine"),
-        "block_size": 4,
-        "max_model_len": 96,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
-        "num_gpu_blocks_override": 200,
-    }
-    return LLM(str(folder), **{**defaults, **options})
 
 
 def answers(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:

@@ -5,6 +5,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import pytest
+from gpu_models import GPU_MODELS
 
 from octavo.pallas_kernels.aot import CompileReport, aot_missing, compile_for
 from octavo.pallas_kernels.compat import mosaic_missing
@@ -16,23 +17,6 @@ if reason := mosaic_missing() or aot_missing():
 SHARED_MEMORY, RESERVED, REGISTERS = 228 * 1024, 1024, 65536
 """Of a multiprocessor on Hopper: bytes in all, bytes that the system takes for each thread block, registers."""
 ROWS, MAX_BLOCKS, NUM_BLOCKS = 64, 512, 20_000
-SHAPES = {
-    "llama-3-8b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
-    "qwen2.5-7b": {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
-    "qwen3-0.6b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 64},
-    "mistral-7b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 32, "window": 4096},
-    "gemma-2-9b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "window": 4096, "softcap": 50.0},
-    "gpt-oss-20b": {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
-    "llama-3-8b, float8 pool": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "kv_dtype": jnp.float8_e4m3fn},
-    "gemma-2-9b, float8 pool": {
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 256,
-        "softcap": 50.0,
-        "kv_dtype": jnp.float8_e4m3fn,
-    },
-    "phi-3-mini": {"num_heads": 32, "num_kv_heads": 32, "head_dim": 96, "block_size": 32, "dtype": jnp.float16},
-}
 
 
 def attend(num_layers: int, arrays: dict, **options) -> jax.Array:
@@ -52,7 +36,7 @@ def attend(num_layers: int, arrays: dict, **options) -> jax.Array:
 
 @cache
 def report(model: str, num_layers: int = 1) -> CompileReport:
-    shape = {"block_size": 16, "dtype": jnp.bfloat16, "has_sinks": False, **SHAPES[model]}
+    shape = {"block_size": 16, "dtype": jnp.bfloat16, "has_sinks": False, **GPU_MODELS[model]}
     num_heads, head_dim, dtype = shape["num_heads"], shape["head_dim"], shape["dtype"]
     pool = (NUM_BLOCKS, 2, shape["num_kv_heads"], shape["block_size"], head_dim)
     arrays = {
@@ -69,7 +53,7 @@ def report(model: str, num_layers: int = 1) -> CompileReport:
     return compile_for("h200", partial(attend, num_layers, **options), arrays)
 
 
-@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("model", GPU_MODELS)
 def test_kernels_fit_the_gpu(model):
     """No registers spilled, tensor cores and TMA used, shared memory within the limit, and for heads of up to 128
     columns two thread blocks at once on a multiprocessor."""
@@ -79,7 +63,7 @@ def test_kernels_fit_the_gpu(model):
     assert attention.uses("wgmma.mma_async")
     assert attention.uses("cp.async.bulk.tensor")
     assert all(kernel.spill_bytes == 0 for kernel in kernels.values())
-    at_once = 2 if SHAPES[model]["head_dim"] <= 128 else 1
+    at_once = 2 if GPU_MODELS[model]["head_dim"] <= 128 else 1
     assert at_once * (attention.shared_bytes + RESERVED) <= SHARED_MEMORY
     assert at_once * attention.registers * 128 <= REGISTERS
 

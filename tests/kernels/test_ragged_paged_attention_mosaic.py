@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_models import GPU_MODELS
 from paged_pool import worst_error
 
 from octavo.pallas_kernels.aot import aot_missing, compile_for
@@ -302,33 +303,15 @@ def test_bad_tuning_is_named(changes, message):
 
 SHARED_MEMORY = 227 * 1024
 """What a thread block on Hopper may have."""
-MODELS = {
-    "llama-3-8b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
-    "qwen2.5-7b": {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
-    "qwen3-0.6b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 64},
-    "mistral-7b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 32, "window": 4096},
-    "gemma-2-9b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "window": 4096, "softcap": 50.0},
-    "gpt-oss-20b": {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
-    "llama-3-8b, float8 pool": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "kv_dtype": jnp.float8_e4m3fn},
-    "gemma-2-9b, float8 pool": {
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 256,
-        "window": 4096,
-        "softcap": 50.0,
-        "kv_dtype": jnp.float8_e4m3fn,
-    },
-    "phi-3-mini": {"num_heads": 32, "num_kv_heads": 32, "head_dim": 96, "block_size": 32, "dtype": jnp.float16},
-}
 
 
 @pytest.mark.skipif(aot_missing() is not None, reason=str(aot_missing()))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", GPU_MODELS)
 def test_kernel_fits_the_gpu(model):
     """Compiled for an H200, 2048 tokens in up to 64 rows: no registers spilled, tensor cores and TMA used, shared
     memory within the limit."""
     shape = {"block_size": 16, "dtype": jnp.bfloat16, "has_sinks": False, "window": None, "softcap": None}
-    shape |= MODELS[model]
+    shape |= GPU_MODELS[model]
     kv_dtype = shape.get("kv_dtype", shape["dtype"])
     dtype = jnp.float16 if "kv_dtype" in shape else shape["dtype"]
     num_tokens, num_rows, num_heads, head_dim = 2048, 64, shape["num_heads"], shape["head_dim"]
