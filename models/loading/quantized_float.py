@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import ml_dtypes
 import numpy as np
 
-from ..quantization.packing import pack
+from ..quantization.packing import WORD_BITS, pack
 from ..quantization.spec import Format
 from .quantized_formats import AwqReader, GgufReader, GptqReader, IntQuantizedReader, PackQuantizedReader
-from .quantized_reader import FLOATS, Module, Reader, WeightReader, row_scales, scale_shapes
+from .quantized_reader import FLOATS, Module, Reader, WeightReader, row_scales, scale_shapes, units_of
 
 FLOAT8_MAX = 448.0
 _LEAST_SCALE = 2.0**-100
@@ -31,16 +31,14 @@ class Float8Reader(Reader):
         if self.spec.activations == "static":
             self.module.check("input_scale", [(), (1,)], FLOATS)
 
-    def rows(self, field: str, start: int, stop: int) -> np.ndarray:
+    def rows(self, field: str, start: int, stop: int, columns: slice) -> np.ndarray:
         if field == "weight":
-            return self.module.raw("weight")[start:stop]
+            return self.module.raw("weight")[start:stop, columns]
         stored = self.module.raw(self.spec.scale_name)
+        groups = np.arange(0, self.in_size, self.module.group)[columns] // (self.spec.group_size or self.in_size)
         if self.spec.block_rows is None:
-            scales = row_scales(stored, start, stop)
-        else:
-            scales = stored[np.arange(start, stop) // self.spec.block_rows]
-        groups = np.arange(0, self.in_size, self.module.group) // (self.spec.group_size or self.in_size)
-        return scales[:, groups].astype(np.float32)
+            return row_scales(stored, start, stop)[:, groups].astype(np.float32)
+        return stored[np.arange(start, stop)[:, None] // self.spec.block_rows, groups].astype(np.float32)
 
     def vector(self, field: str) -> np.ndarray:
         return self.module.raw("input_scale").reshape(1)
@@ -48,7 +46,8 @@ class Float8Reader(Reader):
 
 class OnlineReader(Reader):
     """Plain weights. Float8 and 8 bits are symmetric, 4 bits have zero points; scales have bfloat16's precision, so
-    that codes fit the scales that will be multiplied by."""
+    that codes fit the scales that will be multiplied by. Groups are as on one device, whichever share is read: of one
+    that is cut the whole is read, so that its scale is the same everywhere."""
 
     def check(self) -> None:
         self.module.source.check_readable(f"{self.module.name}.weight")
@@ -56,19 +55,32 @@ class OnlineReader(Reader):
         if info.shape != self.module.shape:
             raise self.module.fail("weight", "shape", expected=self.module.shape, found=info.shape)
 
-    def rows(self, field: str, start: int, stop: int) -> np.ndarray:
-        plain = np.empty((stop - start, self.in_size), np.float32)
-        self.module.source.read_rows(f"{self.module.name}.weight", start, stop, plain)
-        groups = plain.reshape(stop - start, -1, self.module.group)
+    def rows(self, field: str, start: int, stop: int, columns: slice) -> np.ndarray:
+        is_codes = field in ("packed", "weight")
+        wide = self.module.group if not is_codes else WORD_BITS // self.spec.bits if field == "packed" else 1
+        size = self.spec.group_on_device(self.in_size)
+        whole, _ = units_of(slice(columns.start * wide, columns.stop * wide), size)
+        assert isinstance(whole, slice)
+        read = slice(whole.start * size, whole.stop * size)
+        plain = np.empty((stop - start, read.stop - read.start), np.float32)
+        everything = plain.shape[1] == self.in_size
+        self.module.source.read_rows(f"{self.module.name}.weight", start, stop, plain, None if everything else read)
+        found = self._quantized(field, plain.reshape(stop - start, -1, size))
+        if not is_codes:
+            found = np.repeat(found, size // self.module.group, axis=1)
+        return found[:, columns.start - read.start // wide : columns.stop - read.start // wide]
+
+    def _quantized(self, field: str, groups: np.ndarray) -> np.ndarray:
+        """A field of f32 ``[rows, groups, n]``."""
         if self.spec.kind == "float8":
             scales = np.maximum(np.abs(groups).max(-1) / FLOAT8_MAX, _LEAST_SCALE)
             if field == "scale":
                 return scales
             scaled = np.clip(groups / scales[..., None], -FLOAT8_MAX, FLOAT8_MAX)
-            return scaled.astype(ml_dtypes.float8_e4m3fn).reshape(plain.shape)
+            return scaled.astype(ml_dtypes.float8_e4m3fn).reshape(len(groups), -1)
         scales, zeros, codes = _integers(groups, self.spec.bits, self.spec.has_zero)
         if field == "packed":
-            return pack(codes.reshape(plain.shape), self.spec.bits)
+            return pack(codes.reshape(len(groups), -1), self.spec.bits)
         return scales if field == "scale" else zeros
 
 

@@ -7,15 +7,18 @@ from typing import cast
 
 import numpy as np
 
-from ..quantization.packing import unpack, unpack_awq
+from ..quantization.packing import WORD_BITS, unpack, unpack_awq
 from .gguf_source import GGUFSource
-from .quantized_reader import FLOATS, IntReader, row_scales, scale_shapes
+from .quantized_reader import FLOATS, Columns, IntReader, row_scales, scale_shapes, units_of
+
+RUN = 32
+"""Codes that fill whole words, whatever their bits."""
 
 
 def _words(start: int, stop: int, bits: int) -> tuple[slice, slice]:
-    """The words along packed columns that hold [start, stop), and where in them it lies; in whole runs of 32 codes."""
-    first, last = start // 32, -(-stop // 32)
-    return slice(first * bits, last * bits), slice(start - first * 32, stop - first * 32)
+    """The words along packed rows that hold [start, stop), and where in them it lies; in whole runs."""
+    first, last = start // RUN, -(-stop // RUN)
+    return slice(first * bits, last * bits), slice(start - first * RUN, stop - first * RUN)
 
 
 class AwqReader(IntReader):
@@ -31,18 +34,18 @@ class AwqReader(IntReader):
         self.module.check("qzeros", [(self.num_groups, self.out_size // 8)], ["I32"])
         self.module.check("scales", [(self.num_groups, self.out_size)], FLOATS)
 
-    def _unpacked(self, suffix: str, start: int, stop: int) -> np.ndarray:
+    def _unpacked(self, suffix: str, start: int, stop: int, which: Columns) -> np.ndarray:
         words, inside = _words(start, stop, 4)
-        return unpack_awq(self.module.raw(suffix)[:, words])[:, inside].T
+        return unpack_awq(self.module.raw(suffix)[which, words])[:, inside].T
 
-    def codes(self, start: int, stop: int) -> np.ndarray:
-        return self._unpacked("qweight", start, stop)
+    def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
+        return self._unpacked("qweight", start, stop, columns)
 
-    def zeros(self, start: int, stop: int) -> np.ndarray:
-        return self._unpacked("qzeros", start, stop)
+    def zeros(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        return self._unpacked("qzeros", start, stop, groups)
 
-    def scales(self, start: int, stop: int) -> np.ndarray:
-        return self.module.raw("scales")[:, start:stop].T
+    def scales(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        return self.module.raw("scales")[groups, start:stop].T
 
 
 class GptqReader(IntReader):
@@ -69,22 +72,24 @@ class GptqReader(IntReader):
         if not self.spec.act_order and (index != in_order).any():
             raise self.module.fail("g_idx", "columns are out of order, but desc_act is false")
 
-    def codes(self, start: int, stop: int) -> np.ndarray:
-        return unpack(self.module.raw("qweight")[:, start:stop].T, self.spec.bits)
+    def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
+        runs, inside = units_of(columns, RUN)
+        words = self.module.raw("qweight").reshape(-1, self.spec.bits, self.out_size)[runs, :, start:stop]
+        return unpack(words.reshape(-1, stop - start).T, self.spec.bits)[:, inside]
 
-    def scales(self, start: int, stop: int) -> np.ndarray:
+    def scales(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
         if not self.spec.has_zero:
-            self._check_symmetric(start, stop)
-        return self.module.raw("scales")[:, start:stop].T
+            self._check_symmetric(start, stop, groups)
+        return self.module.raw("scales")[groups, start:stop].T
 
-    def _stored_zeros(self, start: int, stop: int) -> np.ndarray:
+    def _stored_zeros(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
         words, inside = _words(start, stop, self.spec.bits)
-        return unpack(self.module.raw("qzeros")[:, words], self.spec.bits)[:, inside].T
+        return unpack(self.module.raw("qzeros")[groups, words], self.spec.bits)[:, inside].T
 
-    def _check_symmetric(self, start: int, stop: int) -> None:
+    def _check_symmetric(self, start: int, stop: int, groups: np.ndarray) -> None:
         middle = 1 << (self.spec.bits - 1)
         expected = middle if self.spec.format == "gptq_v2" else middle - 1
-        stored = self._stored_zeros(start, stop)
+        stored = self._stored_zeros(start, stop, groups)
         if (stored != expected).any():
             found = int(stored[stored != expected][0])
             raise self.module.fail(
@@ -95,8 +100,8 @@ class GptqReader(IntReader):
                 found=found,
             )
 
-    def zeros(self, start: int, stop: int) -> np.ndarray:
-        stored = self._stored_zeros(start, stop)
+    def zeros(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        stored = self._stored_zeros(start, stop, groups)
         if self.spec.format == "gptq_v2":
             return stored
         if (stored == (1 << self.spec.bits) - 1).any():
@@ -134,14 +139,16 @@ class PackQuantizedReader(IntReader):
         if self.spec.act_order:
             self.module.check("weight_g_idx", [(self.in_size,)], ["I32"])
 
-    def codes(self, start: int, stop: int) -> np.ndarray:
-        return unpack(self.module.raw("weight_packed")[start:stop], self.spec.bits)
+    def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
+        words, inside = units_of(columns, WORD_BITS // self.spec.bits)
+        return unpack(self.module.raw("weight_packed")[start:stop, words], self.spec.bits)[:, inside]
 
-    def scales(self, start: int, stop: int) -> np.ndarray:
-        return row_scales(self.module.raw("weight_scale"), start, stop)
+    def scales(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        return row_scales(self.module.raw("weight_scale"), start, stop)[:, groups]
 
-    def zeros(self, start: int, stop: int) -> np.ndarray:
-        return unpack(self.module.raw("weight_zero_point").T, self.spec.bits).T[start:stop]
+    def zeros(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        words, inside = units_of(slice(start, stop), WORD_BITS // self.spec.bits)
+        return unpack(self.module.raw("weight_zero_point")[words, groups].T, self.spec.bits)[:, inside].T
 
     def group_index(self) -> np.ndarray:
         return self.module.raw("weight_g_idx")
@@ -160,14 +167,14 @@ class IntQuantizedReader(IntReader):
         if self.spec.has_zero:
             self.module.check("weight_zero_point", shapes, ["I8"])
 
-    def codes(self, start: int, stop: int) -> np.ndarray:
-        return self.module.raw("weight")[start:stop].view(np.uint8) ^ np.uint8(0x80)
+    def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
+        return self.module.raw("weight")[start:stop, columns].view(np.uint8) ^ np.uint8(0x80)
 
-    def scales(self, start: int, stop: int) -> np.ndarray:
-        return row_scales(self.module.raw("weight_scale"), start, stop)
+    def scales(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        return row_scales(self.module.raw("weight_scale"), start, stop)[:, groups]
 
-    def zeros(self, start: int, stop: int) -> np.ndarray:
-        return row_scales(self.module.raw("weight_zero_point"), start, stop).astype(np.int16) + 128
+    def zeros(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        return row_scales(self.module.raw("weight_zero_point"), start, stop)[:, groups].astype(np.int16) + 128
 
 
 class GgufReader(IntReader):
@@ -183,19 +190,21 @@ class GgufReader(IntReader):
         rows = cast(GGUFSource, self.module.source).raw_rows(f"{self.module.name}.weight", start, stop)
         return rows.reshape(stop - start, self.in_size // 32, -1)
 
-    def _floats(self, place: int, start: int, stop: int) -> np.ndarray:
-        return np.ascontiguousarray(self._blocks(start, stop)[..., 2 * place : 2 * place + 2]).view("<f2")[..., 0]
+    def _floats(self, place: int, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        halves = self._blocks(start, stop)[:, groups, 2 * place : 2 * place + 2]
+        return np.ascontiguousarray(halves).view("<f2")[..., 0]
 
-    def codes(self, start: int, stop: int) -> np.ndarray:
-        blocks = self._blocks(start, stop)
+    def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
+        which, inside = units_of(columns, 32)
+        blocks = self._blocks(start, stop)[:, which]
         if self.spec.bits == 8:
-            return (blocks[..., 2:] ^ np.uint8(0x80)).reshape(stop - start, -1)
+            return (blocks[..., 2:] ^ np.uint8(0x80)).reshape(stop - start, -1)[:, inside]
         # The first 16 codes are in the lower halves of the bytes, the others in the upper.
         stored = blocks[..., 4 if self.spec.has_minimum else 2 :]
-        return np.concatenate([stored & 15, stored >> 4], axis=-1).reshape(stop - start, -1)
+        return np.concatenate([stored & 15, stored >> 4], axis=-1).reshape(stop - start, -1)[:, inside]
 
-    def scales(self, start: int, stop: int) -> np.ndarray:
-        return self._floats(0, start, stop)
+    def scales(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        return self._floats(0, start, stop, groups)
 
-    def minima(self, start: int, stop: int) -> np.ndarray:
-        return self._floats(1, start, stop)
+    def minima(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        return self._floats(1, start, stop, groups)

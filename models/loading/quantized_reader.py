@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 
-from ..quantization.packing import pack
+from ..quantization.packing import WORD_BITS, pack
 from ..quantization.spec import WeightSpec
 from .errors import LoadError
 from .safetensors_source import SafetensorsSource
@@ -15,6 +16,8 @@ from .source import WeightSource
 
 FLOATS = ("F16", "BF16", "F32")
 Shape = tuple[int, ...]
+Columns = slice | np.ndarray
+"""A range of columns, both ends said; or their numbers, in any order."""
 
 
 class WeightReader(Protocol):
@@ -34,8 +37,8 @@ class WeightReader(Protocol):
     def check(self) -> None:
         """Raises LoadError for a shape or dtype that the format does not have."""
 
-    def rows(self, field: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a field ``[out, …]``."""
+    def rows(self, field: str, start: int, stop: int, columns: slice) -> np.ndarray:
+        """Rows of a field ``[out, …]``, a range of its columns (words, groups); reads no more than belongs to them."""
 
     def vector(self, field: str) -> np.ndarray:
         """A field with one axis."""
@@ -111,27 +114,28 @@ class Reader:
 class IntReader(Reader):
     """Integers with scales. Formats say where codes, scales and zero points are."""
 
-    def codes(self, start: int, stop: int) -> np.ndarray:
-        """u8 ``[rows, in]``, counted from 0."""
+    def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
+        """u8 ``[rows, columns]``, counted from 0."""
         raise NotImplementedError
 
-    def scales(self, start: int, stop: int) -> np.ndarray:
-        """``[rows, groups of the checkpoint]``."""
+    def scales(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        """``[rows, groups]``; ``groups`` are the checkpoint's numbers of those that are wanted."""
         raise NotImplementedError
 
-    def zeros(self, start: int, stop: int) -> np.ndarray:
-        """Integers ``[rows, groups of the checkpoint]``, counted from 0."""
+    def zeros(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        """Integers ``[rows, groups]``, counted from 0."""
         raise NotImplementedError
 
-    def minima(self, start: int, stop: int) -> np.ndarray:
-        """``[rows, groups of the checkpoint]``."""
+    def minima(self, start: int, stop: int, groups: np.ndarray) -> np.ndarray:
+        """``[rows, groups]``."""
         raise NotImplementedError
 
     def group_index(self) -> np.ndarray | None:
         """i32 ``[in]``: the group of each column, where the checkpoint says it."""
         return None
 
-    def _columns(self) -> tuple[np.ndarray | None, np.ndarray]:
+    @cached_property
+    def _order(self) -> tuple[np.ndarray | None, np.ndarray]:
         """The order in which columns are kept (None: as they are), and each kept group's group in the checkpoint."""
         size = self.spec.group_size or self.in_size
         groups, order = np.arange(self.in_size) // size, None
@@ -144,24 +148,35 @@ class IntReader(Reader):
             raise LoadError(f"{self.module.name}: g_idx has groups of other sizes than {self.module.group} columns")
         return order, kept[:, 0]
 
-    def rows(self, field: str, start: int, stop: int) -> np.ndarray:
-        order, groups = self._columns()
+    def rows(self, field: str, start: int, stop: int, columns: slice) -> np.ndarray:
+        order, groups = self._order
         if field == "packed":
-            codes = self.codes(start, stop)
+            in_word = WORD_BITS // self.spec.device_bits
+            wide = slice(columns.start * in_word, columns.stop * in_word)
+            codes = self.codes(start, stop, wide if order is None else order[wide])
             middle = np.uint8(1 << (self.spec.bits - 1))
-            signed = (codes if order is None else codes[:, order]).astype(np.int8, copy=False) - middle.astype(np.int8)
+            signed = codes.astype(np.int8, copy=False) - middle.astype(np.int8)
             return pack(signed, self.spec.device_bits)
         if field == "scale":
-            return self.scales(start, stop)[:, groups]
+            return self.scales(start, stop, groups[columns])
         if field == "minimum":
-            return self.minima(start, stop)[:, groups]
-        zeros = self.zeros(start, stop).astype(np.int16) - (1 << (self.spec.bits - 1))
-        return zeros.astype(np.int8)[:, groups]
+            return self.minima(start, stop, groups[columns])
+        zeros = self.zeros(start, stop, groups[columns]).astype(np.int16) - (1 << (self.spec.bits - 1))
+        return zeros.astype(np.int8)
 
     def vector(self, field: str) -> np.ndarray:
-        order, _ = self._columns()
+        order, _ = self._order
         assert order is not None, field
         return order.astype(np.int32)
+
+
+def units_of(columns: Columns, size: int) -> tuple[Columns, Columns]:
+    """The units of ``size`` columns that hold ``columns``, and where in these units, one after another, those lie."""
+    if isinstance(columns, slice):
+        first = columns.start // size
+        return slice(first, -(-columns.stop // size)), slice(columns.start - first * size, columns.stop - first * size)
+    units = np.unique(columns // size)
+    return units, np.searchsorted(units, columns // size) * size + columns % size
 
 
 def scale_shapes(out_size: int, num_groups: int) -> list[Shape]:

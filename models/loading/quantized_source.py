@@ -134,11 +134,11 @@ class QuantizedSource:
         if len(field.shape) == 1:
             copy_cast(reader.vector(field.name)[start:stop], out, info)
             return
-        step = max(1, _ROWS_ELEMENTS // field.weight_shape[1])
+        columns = slice(0, field.shape[1]) if columns is None else columns
+        step = max(1, _ROWS_ELEMENTS * field.shape[1] // (field.weight_shape[1] * (columns.stop - columns.start)))
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            values = reader.rows(field.name, first, last)
-            copy_cast(values if columns is None else values[:, columns], out[first - start : last - start], info)
+            copy_cast(reader.rows(field.name, first, last, columns), out[first - start : last - start], info)
 
     def close(self) -> None:
         self._base.close()

@@ -78,8 +78,10 @@ def integers(
 
 
 def awq(group: int) -> Case:
+    """``group`` -1: one for the whole row."""
+
     def store(weight: np.ndarray) -> Packed:
-        codes, scales, zeros, plain = integers(weight, 4, min(group, weight.shape[1]))
+        codes, scales, zeros, plain = integers(weight, 4, weight.shape[1] if group == -1 else group)
         return {
             "qweight": words(codes.T, 4, AWQ_NIBBLES),
             "qzeros": words(zeros.T, 4, AWQ_NIBBLES),
@@ -87,7 +89,7 @@ def awq(group: int) -> Case:
         }, plain
 
     about = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    return Case({**about, "group_size": -1 if group > 96 else group}, store)
+    return Case(about, store)
 
 
 def gptq(bits: int, group: int, *, sym: bool = False, v2: bool = False, desc_act: bool = False) -> Case:
@@ -199,7 +201,7 @@ def float_quantized() -> Case:
 
 CASES: dict[str, Case] = {
     "awq-32": awq(32),
-    "awq-column": awq(128),
+    "awq-column": awq(-1),
     "gptq-2": gptq(2, 32),
     "gptq-3": gptq(3, 32),
     "gptq-4": gptq(4, 32),
