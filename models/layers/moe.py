@@ -15,13 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ...pallas_kernels.grouped_matmul import (
-    grouped_matmul,
-    mosaic_tiles,
-    plan_items,
-    tiles_obstacle,
-    version_obstacle,
-)
+from ...pallas_kernels.grouped_matmul import grouped_matmul, mosaic_tiles, plan_items, tiles_obstacle
 from ..decoder_config import Activation, DecoderConfig, MoESpec
 from ..errors import ModelConfigError
 from ..sharding import TP_AXIS, Placement
@@ -113,8 +107,7 @@ def choose_grouped_mlp(hidden: int, ffn: int, dtype: jnp.dtype, placement: Place
         return grouped_mlp
     tiles = mosaic_tiles(1, 1, (2 * ffn, hidden))
     shapes = ((hidden, 2 * ffn), (ffn, hidden))
-    obstacles = (version_obstacle(), *(tiles_obstacle(*shape, dtype.name, tiles) for shape in shapes))
-    obstacle = next(filter(None, obstacles), None)
+    obstacle = next(filter(None, (tiles_obstacle(*shape, dtype.name, tiles) for shape in shapes)), None)
     if obstacle is None:
         return partial(grouped_mlp_mosaic, interpret=placement.interpret)
     logger.warning("experts are multiplied by a loop over blocks of rows, which is slow on a GPU: %s", obstacle)

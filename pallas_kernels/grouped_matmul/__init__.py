@@ -7,7 +7,7 @@ import jax
 
 from ..dispatch import load_mosaic
 from .items import GroupItems, plan_items
-from .tiles import MosaicTiles, mosaic_tiles, tiles_obstacle, version_obstacle
+from .tiles import MosaicTiles, mosaic_tiles, tiles_obstacle
 
 __all__ = [
     "GroupItems",
@@ -16,7 +16,6 @@ __all__ = [
     "mosaic_tiles",
     "plan_items",
     "tiles_obstacle",
-    "version_obstacle",
 ]
 
 
@@ -43,8 +42,6 @@ def grouped_matmul(
         raise ValueError(f"cannot multiply x {x.shape} {x.dtype} by weights {weight.shape} {weight.dtype} in groups")
     if obstacle := tiles_obstacle(x.shape[1], weight.shape[1], x.dtype.name, tiles):
         raise ValueError(obstacle)
-    if missing := version_obstacle():
-        raise NotImplementedError(missing)
     return _grouped_matmul(x, weight, items, tiles=tiles, interpret=interpret)
 
 

@@ -26,7 +26,7 @@ def grouped_matmul_mosaic(
     """Arguments as in ``grouped_matmul``, within what ``tiles_obstacle`` accepts."""
     num_rows, out_size = x.shape[0], weight.shape[1]
     kernel = plgpu.kernel(
-        partial(_kernel, tiles=tiles, num_tiles=x.shape[1] // TILE_IN),
+        partial(_kernel, tiles=tiles, num_tiles=x.shape[1] // TILE_IN, is_interpreted=interpret is not None),
         out_type=jax.ShapeDtypeStruct((num_rows, out_size), x.dtype),
         # The last axis runs fastest: the tiles of one run find its rows in the cache, and the next run of the same
         # group the weights.
@@ -75,6 +75,7 @@ def _kernel(
     *,
     tiles: MosaicTiles,
     num_tiles: int,
+    is_interpreted: bool,
     **scratch: Any,
 ) -> None:
     item = lax.axis_index("item")
@@ -84,6 +85,12 @@ def _kernel(
     def _() -> None:
         rows = (first_g[item], count)
         _run(x_g, w_g.at[group_g[item]], out_g, rows, tiles=tiles, num_tiles=num_tiles, **scratch)
+        if is_interpreted:
+            # Nobody needs these stages again; but the interpreter of JAX 0.11 insists that a warpgroup that waits on a
+            # barrier at all sees its last phase.
+            for tile in range(max(0, num_tiles - tiles.stages), num_tiles - 1):
+                used = scratch["used"].at[tile % tiles.stages]
+                pl.when(lax.axis_index("warpgroup") == 0)(partial(plgpu.barrier_wait, used))
 
 
 def _run(
@@ -138,8 +145,7 @@ def _run(
     total = pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, tiles.tile_out), jnp.float32))
     plgpu.barrier_arrive(finished)
     plgpu.barrier_wait(finished)
-    # In plain rows, so that any number of them can be copied: there is no store of 2 bytes without bank conflicts then.
-    plgpu.store(out_s.at[warpgroup], total.astype(out_s.dtype), optimized=False)  # type: ignore[attr-defined]
+    _store_rows(out_s.at[warpgroup], total.astype(out_s.dtype))
     plgpu.commit_smem()
     mine = jnp.clip(count - warpgroup * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
     size = WARPGROUP_ROWS
@@ -149,3 +155,13 @@ def _run(
         pl.when(mine & size != 0)(partial(plgpu.copy_smem_to_gmem, out_s.at[warpgroup, pl.ds(offset, size)], target))
         size //= 2
     plgpu.wait_smem_to_gmem(0)
+
+
+def _store_rows(ref: Any, value: jax.Array) -> None:
+    """In plain rows, so that any number of them can be copied: there is no store of 2 bytes without bank conflicts
+    then. An assignment allows for those before JAX 0.12, where it is all there is, and not from then on."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)

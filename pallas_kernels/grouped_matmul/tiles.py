@@ -2,12 +2,6 @@
 
 from dataclasses import dataclass
 
-import jax
-
-from ..compat import jax_version
-
-GROUPED_SINCE = (0, 12)
-"""The first JAX that can store a wgmma's result in plain rows."""
 WARPGROUP_ROWS = 64
 """wgmma's M."""
 TILE_IN = 64
@@ -40,13 +34,6 @@ def mosaic_tiles(num_rows: int, num_groups: int, out_sizes: tuple[int, ...]) -> 
     """
     tile_out = 128 if all(size % 128 == 0 for size in out_sizes) else 64
     return MosaicTiles(2, tile_out, 3) if num_rows > num_groups * WARPGROUP_ROWS else MosaicTiles(1, tile_out, 4)
-
-
-def version_obstacle() -> str | None:
-    """Why the kernel cannot be built with this JAX; None if it can."""
-    if jax_version() >= GROUPED_SINCE:
-        return None
-    return f"the grouped product needs JAX >= {'.'.join(map(str, GROUPED_SINCE))}, this is {jax.__version__}"
 
 
 def tiles_obstacle(in_size: int, out_size: int, dtype: str, tiles: MosaicTiles) -> str | None:

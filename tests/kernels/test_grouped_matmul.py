@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.pallas_kernels.aot import aot_missing, compile_for
+from octavo.pallas_kernels.compat import mosaic_missing
 from octavo.pallas_kernels.grouped_matmul import (
     GroupItems,
     MosaicTiles,
@@ -16,10 +17,9 @@ from octavo.pallas_kernels.grouped_matmul import (
     mosaic_tiles,
     plan_items,
     tiles_obstacle,
-    version_obstacle,
 )
 
-NEEDS_MOSAIC = pytest.mark.skipif(version_obstacle() is not None, reason=str(version_obstacle()))
+NEEDS_MOSAIC = pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
 SIZES = {"uneven": (3, 0, 70, 1), "one": (0, 128, 0), "none": (0, 0), "long": (130, 5, 0, 64), "single rows": (1,) * 5}
 
 
