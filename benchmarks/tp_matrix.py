@@ -2,7 +2,8 @@
 CPU devices, as a Markdown table.
 
     python benchmarks/tp_matrix.py                     every case
-    python benchmarks/tp_matrix.py --only qwen3 --devices 2 4
+    python benchmarks/tp_matrix.py --only qwen3 'gptq-*' --devices 2 4
+    python benchmarks/tp_matrix.py --resume TABLE      those that an earlier run's output lacks
 
 Random checkpoints of a few layers, in float32, written to a folder and loaded as any other. Two prompts are prefilled
 in one step, then both rows decode by the largest logit. Reported are the worst row's L2 error of the logits over their
@@ -18,11 +19,14 @@ import argparse
 import faulthandler
 import importlib
 import json
+import re
+import shutil
 import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,14 @@ GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "models" / "goldens" /
 PROMPTS, DECODE_STEPS = (21, 10), 3
 ROWS, TOKENS, BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 2, 32, 4, 8, 20
 TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, and the method by which it is quantised while it is loaded, if any."""
+
+    write: Callable[[Path], Any]
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,26 +90,41 @@ def cases() -> dict[str, dict[str, Any]]:
     }
 
 
-def quantized_cases() -> dict[str, Callable[[Path], None]]:
-    """Name -> what writes a Llama quantised in one of the ways that the tests know; 3 groups of 128 straddle shards."""
+def quantized_cases() -> dict[str, Case]:
+    """Name -> a Llama quantised in one of the ways that the tests know, or by ``--quantization``.
+
+    8 devices have 16 columns each of attention's output and 48 of the feed-forward's: groups of 32, 40, 64 and 128
+    columns are all cut by a border of devices.
+    """
     sys.path.insert(0, str(GOLDENS.parents[2] / "support"))
-    known = importlib.import_module("quantized_model")
+    known, gguf = importlib.import_module("quantized_model"), importlib.import_module("quantized_gguf")
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 301}
 
-    def write(case: Any, folder: Path) -> None:
+    def write(case: Any, part: str, folder: Path) -> None:
         place = folder.with_name("written")
-        known.write_quantized(place, case, **sizes, num_key_value_heads=2, vocab_size=301)
-        (place / "quantized").rename(folder)
+        known.write_quantized(place, case, **sizes)
+        (place / part).rename(folder)
+        shutil.rmtree(place)
 
-    return {name: partial(write, case) for name, case in known.CASES.items()}
+    stored = {name: Case(partial(write, case, "quantized")) for name, case in known.CASES.items()}
+    packed = {
+        f"gguf-{kind.lower()}": Case(partial(gguf.write_gguf, kind=kind, **sizes), "gguf")
+        for kind in ("Q8_0", "Q4_0", "Q4_1")
+    }
+    online = {
+        f"online-{method}": Case(partial(write, known.CASES["awq-32"], "plain"), method)
+        for method in ("fp8", "int8", "int4")
+    }
+    return stored | packed | online
 
 
 def eight_heads(config: dict[str, Any]) -> dict[str, Any]:
-    """With 8 query heads, those of a nested text configuration if there is one. GPT-2 keeps its own."""
+    """With 8 query heads, those of a nested text configuration if there is one."""
     if "text_config" in config:
         return {**config, "text_config": eight_heads(config["text_config"])}
-    if "num_attention_heads" not in config:
-        return config
+    if "n_head" in config:  # GPT-2
+        return {**config, "n_head": 8}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {**config, "num_attention_heads": 8, "head_dim": head_dim}
 
@@ -116,9 +143,9 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def run(folder: Path, num_devices: int, decode_steps: int = DECODE_STEPS) -> Found:
+def run(folder: Path, num_devices: int, decode_steps: int = DECODE_STEPS, *, quantization: str | None = None) -> Found:
     """Prefill of two prompts and some decode steps on ``num_devices`` devices."""
-    model = resolve_model(str(folder))
+    model = resolve_model(str(folder), quantization=quantization)
     architecture = get_architecture(model.config.architecture)
     plain = architecture.decoder_config(model.config)
     config, mesh = split_over(plain, num_devices), make_mesh(num_devices)
@@ -175,18 +202,18 @@ def watch(name: str, seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def compare(name: str, write: Callable[[Path], None], devices: Sequence[int], limit: float) -> Iterator[dict[str, Any]]:
-    """One record for each number of devices, of the checkpoint that ``write`` writes."""
+def compare(name: str, case: Case, devices: Sequence[int], limit: float) -> Iterator[dict[str, Any]]:
+    """One record for each number of devices."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / name
-        write(checkpoint)
+        case.write(checkpoint)
         watch(f"{name} on 1 device", limit)
-        expected = run(checkpoint, 1)
+        expected = run(checkpoint, 1, quantization=case.quantization)
         for count in devices:
             watch(f"{name} on {count} devices", limit)
             record: dict[str, Any] = {"case": name, "devices": count}
             try:
-                found = run(checkpoint, count)
+                found = run(checkpoint, count, quantization=case.quantization)
                 record["error"] = found.error_from(expected)
                 record["same_tokens"] = np.array_equal(found.token_ids, expected.token_ids)
             except (ModelConfigError, LoadError) as error:
@@ -203,22 +230,39 @@ def table_row(record: Mapping[str, Any], good: bool) -> str:
     return f"{start}{record['error']:.1e} | {tokens} | {'ok' if good else 'FAILS'} |"
 
 
+def rows_of(file: Path | None) -> dict[tuple[str, int], str]:
+    """The good rows of a table by case and number of devices."""
+    if file is None:
+        return {}
+    rows = re.finditer(
+        r"^\| (\S+) \| (\d+) \|.*\| (?:ok|refused: .*) \|$", file.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return {(row[1], int(row[2])): row[0] for row in rows}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=(), help="these cases")
+    parser.add_argument("--only", nargs="+", default=("*",), metavar="CASE", help="these cases; * stands for anything")
+    parser.add_argument("--resume", type=Path, metavar="TABLE", help="an earlier run's output: its rows are kept")
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 4, 8], metavar="N")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a case; default: %(default)s")
     options = parser.parse_args(argv)
-    known = {name: partial(write_checkpoint, config=config) for name, config in cases().items()} | quantized_cases()
-    if unknown := sorted(set(options.only) - set(known)):
-        parser.error(f"no case is called {unknown[0]}; known: {', '.join(known)}")
+    plain = {name: Case(partial(write_checkpoint, config=config)) for name, config in cases().items()}
+    known, kept = plain | quantized_cases(), rows_of(options.resume)
+    for pattern in options.only:
+        if not any(fnmatch(name, pattern) for name in known):
+            parser.error(f"no case is called {pattern}; known: {', '.join(known)}")
     jax.config.update("jax_platforms", "cpu")
     make_cpu_devices(max(options.devices))
     print(f"JAX {jax.__version__}, float32, {max(options.devices)} virtual CPU devices\n")
     print("| configuration | devices | relative error of the logits | greedy tokens | result |\n|---|---|---|---|---|")
     failures = 0
-    for name in options.only or known:
-        for record in compare(name, known[name], options.devices, options.limit):
+    for name, case in known.items():
+        if not any(fnmatch(name, pattern) for pattern in options.only):
+            continue
+        print("".join(f"{kept[name, count]}\n" for count in options.devices if (name, count) in kept), end="")
+        missing = [count for count in options.devices if (name, count) not in kept]
+        for record in compare(name, case, missing, options.limit) if missing else ():
             good = "refused" in record or (record["error"] <= TOLERANCE and record["same_tokens"])
             failures += not good
             print(table_row(record, good), flush=True)

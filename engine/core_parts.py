@@ -37,6 +37,11 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
 
 def choose_attention(config: EngineConfig, device: Device, decoder: DecoderConfig, dtype: jnp.dtype) -> Choice:
     """The attention implementation for the model on ``device``. ConfigError if it cannot be the one asked for."""
+    if config.attention_backend == "mosaic" and device.platform == "cpu" and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"attention_backend 'mosaic' cannot be used: JAX interprets GPU kernels on a CPU for one device only, and "
+            f"tensor_parallel_size is {config.tensor_parallel_size}"
+        )
     try:
         return select_implementation(device, _attention_shape(config, decoder, dtype), config.attention_backend)
     except ValueError as error:

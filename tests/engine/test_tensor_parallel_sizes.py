@@ -9,12 +9,14 @@ import pytest
 from octavo.engine import launch, pool_size
 from octavo.engine.args import EngineArgs
 from octavo.engine.config import EngineConfig
+from octavo.engine.core_parts import choose_attention
 from octavo.engine.errors import ConfigError
 from octavo.engine.memory import CPU_POOL_BYTES
 from octavo.models.architectures.base import WeightMapping
 from octavo.models.decoder_config import DecoderConfig, LayerSpec, MoESpec
 from octavo.models.errors import ModelConfigError
 from octavo.models.sharding import as_in_checkpoint, split_over
+from octavo.pallas_kernels.dispatch import Device
 
 DENSE = DecoderConfig(
     vocab_size=301,
@@ -106,6 +108,13 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(launch.jax, "devices", lambda: devices)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 4 .* has 2 \(gpu: H200\)"):
         launch.make_mesh(4)
+
+
+def test_interpreted_kernels_have_one_device():
+    """Each device of an interpreted kernel checks that no other still holds a barrier, which one of several does."""
+    config = EngineConfig.from_args(EngineArgs(tensor_parallel_size=2, attention_backend="mosaic"))
+    with pytest.raises(ConfigError, match=r"'mosaic' cannot be used: .* one device only, and tensor_parallel_size"):
+        choose_attention(config, Device("cpu"), DENSE, np.dtype("float32"))
 
 
 def fake_mesh(*stats: dict[str, int] | None) -> SimpleNamespace:

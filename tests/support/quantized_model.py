@@ -199,6 +199,12 @@ def float_quantized() -> Case:
     return Case(_compressed("float-quantized", weights, inputs=inputs), fp8(static=True).store)
 
 
+def float_channels() -> Case:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    return Case(_compressed("float-quantized", weights, inputs=inputs), fbgemm().store)
+
+
 CASES: dict[str, Case] = {
     "awq-32": awq(32),
     "awq-column": awq(-1),
@@ -217,12 +223,14 @@ CASES: dict[str, Case] = {
     "fp8-static": fp8(static=True),
     "fp8-blocks": fp8_blocks(32),
     "fp8-blocks-ragged": fp8_blocks(40),
+    "fp8-blocks-128": fp8_blocks(128),
     "fbgemm": fbgemm(),
     "ct-pack-4": pack_quantized(4, 32, symmetric=True),
     "ct-pack-4-asym": pack_quantized(4, 32, symmetric=False),
     "ct-pack-8": pack_quantized(8, 32, symmetric=True),
     "ct-int": int_quantized(),
     "ct-float-static": float_quantized(),
+    "ct-float-channel": float_channels(),
 }
 
 
