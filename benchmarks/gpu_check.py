@@ -5,8 +5,9 @@
 
 Parts, in order of worth: the ceilings that are measured here (copy bandwidth, bfloat16 products); both attention
 kernels against attention written the plain way; decode and mixed attention in microseconds, beside plain JAX and
-PyTorch; products with packed weights; whole decode steps of Llama-3-8B and Qwen2.5-7B shapes beside their floor; 256
-requests through the engine's core, beside a sample of transformers' ``generate``. Weights are random; no file is read.
+PyTorch; products with packed weights, and those of a mixture's experts; whole decode steps of Llama-3-8B and Qwen2.5-7B
+shapes beside their floor; 256 requests through the engine's core, beside a sample of transformers' ``generate``.
+Weights are random; no file is read.
 
 Each part runs in a process of its own, which is ended at the part's limit: a part that hangs costs its own figures
 and no others. What a part did not use of its time the next ones may. The JSON is rewritten after each part.
@@ -19,6 +20,7 @@ tolerances, else 1. It needs JAX, Flax and NumPy; PyTorch and transformers where
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -27,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 420.0
 LOG_TAIL = 2000
 """Characters of a failed part's output that are kept."""
+SMOKE_JOBS = 2
+"""Parts side by side with --smoke, which measures nothing: their time goes into imports and compiling, a core each."""
 INTERPRETER_THREADS = "6"
 """XLA's threads on a CPU: interpreted kernels wait for ever for threads that are not there."""
 
@@ -65,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_parts(parts: Sequence[Part], args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the parts one after the other; the document that is written after each."""
+    """Runs the parts one after the other (``SMOKE_JOBS``); the document that is written after each."""
     document: dict[str, Any] = {
         "benchmark": "gpu_check",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -79,12 +84,17 @@ def run_parts(parts: Sequence[Part], args: argparse.Namespace) -> dict[str, Any]
         "parts": {},
     }
     began, share = time.monotonic(), args.time_limit / sum(part.limit_s for part in parts)
-    allowed = 0.0
-    for part in parts:
-        allowed += part.limit_s * share
+
+    def run(part: Part, allowed: float) -> dict[str, Any]:
         limit_s = allowed - (time.monotonic() - began)
         print(f"{part.name} (at most {limit_s:.0f} s) ...", file=sys.stderr, flush=True)
-        outcome = run_part(part_command(part, args), limit_s, smoke=args.smoke)
+        return run_part(part_command(part, args), limit_s, smoke=args.smoke)
+
+    # What the parts up to each one may take together.
+    allowed = itertools.accumulate(part.limit_s * share for part in parts)
+    run_all = ThreadPoolExecutor(SMOKE_JOBS).map if args.smoke else map
+    outcomes: Iterable[dict[str, Any]] = run_all(run, parts, allowed)
+    for part, outcome in zip(parts, outcomes, strict=True):
         if document["device"] is None:
             document["device"] = outcome["device"]
         document["parts"][part.name] = outcome

@@ -22,6 +22,7 @@ timing = importlib.import_module("gpu.timing")
 batches = importlib.import_module("gpu.batches")
 correctness = importlib.import_module("gpu.correctness")
 throughput = importlib.import_module("gpu.throughput")
+grouped = importlib.import_module("gpu.grouped_matmul")
 
 ABSENT = ("msgspec", "zmq", "gguf", "aiohttp", "prometheus_client", "tokenizers", "torch", "transformers")
 """What a machine with a GPU need not have."""
@@ -75,6 +76,8 @@ def test_every_part_runs_at_tiny_sizes_with_jax_alone(bare_environment, tmp_path
     assert by_name["5 requests"]["compiles_while_running"] == 0
     assert by_name["llama-3-8b 2 rows"]["floor_microseconds"] > 0
     assert sum("worst_error" in figure for figure in document["parts"]["correctness"]["figures"]) >= 3
+    experts = document["parts"]["grouped_matmul"]["figures"]
+    assert {"mosaic", "loop", "ragged_dot"} == {figure["implementation"] for figure in experts}
 
 
 def check_plausible(figure):
@@ -224,6 +227,37 @@ def test_a_wrong_result_fails_its_case(tmp_path):
     assert found.failed
     assert "off by 0.05" in found.figures[-1]["error"]
     assert correctness.worst_error(np.full((1, 2), np.nan), np.ones((1, 2))) == math.inf
+
+
+def test_rows_of_experts_and_what_they_cost_by_counting():
+    """The last token is padding. Each row is a product with its expert's weights, which are read once."""
+    shape = grouped.Shape("small", num_experts=7, experts_per_token=3, hidden=16, ffn=8)
+    case = grouped.Case(shape, 4)
+    sizes = case.group_sizes()
+    assert sizes.sum() == 3 * 3
+    assert sizes.max() <= 3
+    rows, _ = grouped.make_rows(case)
+    assert np.isnan(np.asarray(rows, np.float32)).all(axis=1).tolist() == [False] * 9 + [True] * 3
+    touched = sum(1 for size in sizes if size)
+    weights = 3 * 16 * 8
+    assert case.work(sizes) == {"flops": 9 * 2 * weights, "bytes": 2 * (touched * weights + 9 * 2 * 16)}
+    assert grouped.edge_rows(np.array([0, 3, 1, 0, 2])).tolist() == [0, 2, 3, 4, 5]
+
+
+def test_an_experts_result_that_is_anothers_fails():
+    (case,) = grouped.SMOKE_CASES[grouped.TINY]
+    rows, sizes = grouped.make_rows(case)
+    experts, edges = grouped.make_experts(case.shape, 0), grouped.edge_rows(sizes)
+    wanted = np.asarray(grouped.reference(rows, *experts, jnp.asarray(sizes), jnp.asarray(edges)))
+    gate_up, down = (np.asarray(weight, np.float32) for weight in experts)
+    for row, found in zip(edges, wanted, strict=True):
+        expert = np.repeat(np.arange(case.shape.num_experts), sizes)[row]
+        gate, up = np.split(gate_up[expert] @ np.asarray(rows[row], np.float32), 2)
+        assert down[expert] @ (gate / (1 + np.exp(-gate)) * up) == pytest.approx(found, abs=1e-4)
+    found = np.asarray(grouped.of(case)["loop"](rows, *experts, jnp.asarray(sizes)), np.float32)[edges]
+    assert "error" not in grouped.compare(case, "loop", found, wanted)
+    moved = np.asarray(grouped.reference(rows, *experts, jnp.asarray(np.roll(sizes, 1)), jnp.asarray(edges)))
+    assert "error" in grouped.compare(case, "loop", moved, wanted)
 
 
 def test_a_chain_takes_its_own_results_and_the_median_counts():

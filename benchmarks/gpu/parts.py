@@ -27,16 +27,17 @@ class Part:
 
 
 PARTS = (
-    Part("ceilings", "ceilings", 30),
-    Part("correctness", "correctness", 70),
-    Part("decode_attention", "attention", 50, ("decode",)),
-    Part("mixed_attention", "attention", 40, ("mixed",)),
+    Part("ceilings", "ceilings", 25),
+    Part("correctness", "correctness", 65),
+    Part("decode_attention", "attention", 45, ("decode",)),
+    Part("mixed_attention", "attention", 35, ("mixed",)),
     Part("quantized_matmul", "quantized_matmul", 30),
-    Part("decode_step_llama_3_8b", "decode_step", 50, ("llama-3-8b",)),
-    Part("decode_step_qwen2_5_7b", "decode_step", 45, ("qwen2.5-7b",)),
+    Part("grouped_matmul", "grouped_matmul", 35),
+    Part("decode_step_llama_3_8b", "decode_step", 45, ("llama-3-8b",)),
+    Part("decode_step_qwen2_5_7b", "decode_step", 40, ("qwen2.5-7b",)),
     Part("throughput", "throughput", 60),
     Part("torch_attention", "torch_attention", 20, (), ("torch",)),
-    Part("transformers_generate", "transformers_generate", 25, (), ("torch", "transformers")),
+    Part("transformers_generate", "transformers_generate", 20, (), ("torch", "transformers")),
 )
 """Seven minutes in all."""
 
