@@ -1,19 +1,113 @@
-"""Quantised checkpoints cut over several devices: groups that straddle a device, columns out of order, copied heads."""
+"""Quantised checkpoints cut over several devices: groups and blocks that straddle a border, columns out of order,
+copied heads; and what a device reads for its share."""
 
 import json
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quantized_gguf import write_gguf
+from quantized_model import CASES
+from quantized_shards import MUTATED, NAMES
+from safetensors.numpy import save_file
+
+from octavo.models.loading.gguf_source import GGUFSource
+from octavo.models.loading.quantized_float import FORMATS
+from octavo.models.loading.quantized_reader import Module
+from octavo.models.loading.safetensors_source import SafetensorsSource
+from octavo.models.quantization.methods import ONLINE, Gguf, read_method
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "quantized_shards.py"
-NAMES = ("awq-32", "gptq-4-ragged", "gptq-4-act", "fp8-blocks-ragged", "ct-int")
 
 
-def test_each_device_has_its_share_of_the_right_weights() -> None:
-    """Groups of 32, 40 and 64 columns, on devices with 16 and 24 columns each."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *NAMES], capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, Any]]:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [(record["case"], record["devices"]) for record in records] == [(n, d) for n in NAMES for d in (2, 4)]
-    assert [record for record in records if record["wrong"]] == []
-    assert min(record["split"] for record in records) >= 6
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_each_device_has_its_share_of_the_right_weights(records: list[dict[str, Any]]) -> None:
+    """Every way of quantising on 2, 4 and 8 devices: the weights exactly, and what the devices multiply together."""
+    found = records[: -len(MUTATED)]
+    assert [(record["case"], record["devices"]) for record in found] == [(n, d) for n in NAMES for d in (2, 4, 8)]
+    assert [record for record in found if record["wrong"] or not record["error"] <= 1e-6] == []
+    assert min(record["split"] for record in found) >= 6
+
+
+def test_scales_of_activations_are_those_of_whole_rows(records: list[dict[str, Any]]) -> None:
+    """Where x is rounded to float8 its scale comes from all devices, or their products would differ from one's."""
+    rounded = {record["case"]: record["float8_error"] for record in records if record["float8_error"]}
+    assert rounded.keys() == {
+        "fp8",
+        "fp8-static",
+        "fbgemm",
+        "ct-float-static",
+        "ct-float-channel",
+        "online-fp8",
+    }
+    assert max(rounded.values()) <= 1e-6
+
+
+def test_columns_of_another_device_would_show(records: list[dict[str, Any]]) -> None:
+    mutated = records[-len(MUTATED) :]
+    assert [record["case"] for record in mutated] == list(MUTATED)
+    assert all({"o", "down"} & set(record["wrong"]) and record["error"] > 0.1 for record in mutated)
+
+
+# ---- what is read ---------------------------------------------------------------------------
+
+WIDE = (32, 8192)
+
+
+def stored_module(folder: Path, name: str) -> Module:
+    """A weight of that shape in a file, in one of the formats."""
+    if name.startswith("gguf"):
+        write_gguf(folder, name.removeprefix("gguf-"), hidden_size=WIDE[0], intermediate_size=WIDE[1])
+        module = "model.layers.0.mlp.down_proj"
+        spec = Gguf({module: name.removeprefix("gguf-")}).weight_spec(module)
+        return Module(GGUFSource(folder / "model.gguf", {}), module, spec, WIDE, 32)
+    weight = np.random.default_rng(5).standard_normal(WIDE).astype(np.float32) * 0.25
+    if name == "online-int4":
+        tensors, spec = {"weight": weight}, ONLINE["int4"]
+    else:
+        tensors, spec = CASES[name].store(weight)[0], read_method(CASES[name].quantization).weight_spec("m")
+    save_file({f"m.{key}": np.ascontiguousarray(value) for key, value in tensors.items()}, folder / "model.safetensors")
+    return Module(SafetensorsSource(folder), "m", spec, WIDE, spec.group_on_device(WIDE[1]))
+
+
+def peak(run: Callable[[], np.ndarray]) -> int:
+    """Most bytes at once that NumPy allocates: files are mapped, so all that is taken from one."""
+    tracemalloc.start()
+    run()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most
+
+
+@pytest.mark.parametrize(
+    "name", ["awq-32", "gptq-3", "gptq-8", "fp8-blocks", "ct-pack-4-asym", "ct-int", "gguf-Q4_1", "online-int4"]
+)
+def test_a_share_of_the_columns_is_unpacked_by_itself(tmp_path: Path, name: str) -> None:
+    """The third of eight, against all: the same values, and at most a quarter of the memory."""
+    module = stored_module(tmp_path, name)
+    reader = FORMATS[module.spec.format](module)
+    reader.check()
+    field = "weight" if module.spec.kind == "float8" else "packed"
+    width = WIDE[1] if field == "weight" else WIDE[1] * module.spec.device_bits // 32
+    groups = [("scale", WIDE[1] // module.group)] if module.group < WIDE[1] else []
+    for each, size in ((field, width), *groups):
+        share = slice(size // 4, size // 4 + size // 8)
+        whole, part = (reader.rows(each, 0, WIDE[0], columns) for columns in (slice(0, size), share))
+        assert part.dtype == whole.dtype
+        np.testing.assert_array_equal(part, whole[:, share])
+        everything, own = (
+            peak(lambda field=each, columns=columns: reader.rows(field, 0, WIDE[0], columns).copy())
+            for columns in (slice(0, size), share)
+        )
+        assert own < everything / 4 + 2048, each
