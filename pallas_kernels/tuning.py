@@ -2,13 +2,14 @@
 
 ``octavo tune`` writes them, into the package or into a folder of the user's, which ``--tuned-config-folder`` names and
 which goes first. Such a file is a list of ``{"when": {...}, "config": {...}}``: ``config`` holds the fields of the
-operation's ``MosaicTuningConfig`` and applies where all of ``when``, some of ``facts_of``, hold. The first that does
-counts. Without a file, or an entry that fits, the operation's own reasoning decides.
+operation's ``MosaicTuningConfig`` and applies where all of ``when``, some of the call's facts (``facts_of`` for
+attention), hold. The first that does counts. Without a file, or an entry that fits, the operation's own reasoning
+decides. Fields that are left out keep what the operation's reasoning gives them.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from .dispatch import AttentionShape, check_mosaic_shapes
 from .float8 import FLOAT8
 
 FOLDER = Path(__file__).parent / "tuned"
+HOPPER_MULTIPROCESSORS = 132
+"""Of H100 SXM and H200."""
 
 _user_folder: Path | None = None
 _forced: dict[str, dict[str, Any]] = {}
@@ -114,13 +117,32 @@ def measured_sizes(
     check_mosaic_shapes(AttentionShape(q.shape[1], num_kv_heads, head_dim, block_size, str(q.dtype)))
     if kv.dtype not in (q.dtype, FLOAT8):
         raise ValueError(f"the mosaic kernels take a pool of q's type {q.dtype} or of {FLOAT8}; got {kv.dtype}")
+    return measured_for(operation, facts_of(q, kv), interpret)
+
+
+def measured_for(operation: str, facts: Mapping[str, Any], interpret: Any) -> dict[str, Any] | None:
+    """The fields of a kernel's tuning that were measured for ``facts`` on this GPU; None: there is none, nothing was,
+    or ``interpret`` says that the kernel is interpreted."""
     gpu = None if interpret is not None else current_gpu()
-    return find_tuned(operation, gpu, facts_of(q, kv)) if gpu else None
+    return find_tuned(operation, gpu, facts) if gpu else None
+
+
+def size_class(size: int, classes: Sequence[int]) -> int | None:
+    """The first of ``classes``, which rise, that is no less than ``size``; None if all are."""
+    return next((bound for bound in classes if size <= bound), None)
 
 
 def current_gpu() -> str | None:
     """The kind of the GPU that JAX runs on; None on other devices."""
     return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+
+
+def num_multiprocessors() -> int:
+    """Of the GPU that JAX runs on. On other devices, where kernels are compiled for a described GPU or interpreted, as
+    many as an H100 SXM or an H200 has."""
+    if jax.default_backend() != "gpu":
+        return HOPPER_MULTIPROCESSORS
+    return int(jax.devices()[0].core_count)
 
 
 @cache

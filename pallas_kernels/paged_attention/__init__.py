@@ -1,5 +1,6 @@
 """Decode attention: one query a row over the paged KV pool."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 from ..attention_common import AttentionOptions, attend_scaled, check_attention_inputs, check_kv_scales, check_work
 from ..dispatch import Implementation, check_implementation, load_mosaic
 from ..float8 import as_numbers
-from ..tuning import measured_sizes
+from ..tuning import measured_sizes, num_multiprocessors
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import WorkPlan, WorkSpec
 from .xla import RowPlan, paged_attention_xla
@@ -115,9 +116,9 @@ def _mosaic_tuning(
 ) -> MosaicTuningConfig:
     """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
     kernel cannot serve."""
-    if measured := measured_sizes("paged_attention", q, kv, interpret):
-        return MosaicTuningConfig(**measured)
-    return mosaic_tuning(kv.shape[-1], kv.dtype.itemsize, interpreted=interpret is not None)
+    measured = measured_sizes("paged_attention", q, kv, interpret) or {}
+    reasoned = mosaic_tuning(kv.shape[-1], kv.dtype.itemsize, num_multiprocessors(), interpreted=interpret is not None)
+    return replace(reasoned, **measured)
 
 
 @partial(jax.jit, static_argnames=("options", "spec", "interpret"))

@@ -52,10 +52,12 @@ class MosaicTuningConfig:
             raise ValueError(f"target_thread_blocks must be at least 1; got {self.target_thread_blocks}")
 
 
-def mosaic_tuning(head_dim: int, kv_itemsize: int = 2, *, interpreted: bool = False) -> MosaicTuningConfig:
-    """Sizes by reasoning, for Hopper (132 multiprocessors with 228 KiB of shared memory each); not measured.
+def mosaic_tuning(
+    head_dim: int, kv_itemsize: int = 2, num_multiprocessors: int = 132, *, interpreted: bool = False
+) -> MosaicTuningConfig:
+    """Sizes by reasoning, for Hopper (multiprocessors with 228 KiB of shared memory each); not measured.
 
-    ``kv_itemsize``: bytes of a number in the pool.
+    ``kv_itemsize``: bytes of a number in the pool. ``num_multiprocessors``: the GPU's.
 
     - A multiprocessor needs some 36-48 KB on their way to keep up with the memory. Stages of 64 KB in all, with
       queries and what else a thread block holds, leave room for two blocks on a multiprocessor: about 96 KB on their
@@ -71,4 +73,4 @@ def mosaic_tuning(head_dim: int, kv_itemsize: int = 2, *, interpreted: bool = Fa
         return MosaicTuningConfig(tile_kv, 2, min_keys_per_item=64, target_thread_blocks=2, stage_a_in_smem=True)
     stage_bytes = 2 * tile_kv * head_dim * kv_itemsize
     stages = min(4, max(2, 64 * 1024 // stage_bytes))
-    return MosaicTuningConfig(tile_kv, stages, min_keys_per_item=256, target_thread_blocks=4 * 132)
+    return MosaicTuningConfig(tile_kv, stages, min_keys_per_item=256, target_thread_blocks=4 * num_multiprocessors)

@@ -1,6 +1,6 @@
 """Products with weights of 4 or 8 bits that have a scale, and possibly a zero point, for each group of columns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from ..dispatch import Implementation, check_implementation, load_mosaic
-from ..tuning import current_gpu, find_tuned
-from .config import BITS, MAX_KERNEL_TOKENS, MosaicTuningConfig, check_mosaic_sizes, mosaic_tuning
+from ..tuning import measured_for, num_multiprocessors, size_class
+from .config import BITS, MAX_KERNEL_TOKENS, TOKEN_CLASSES, MosaicTuningConfig, check_mosaic_sizes, mosaic_tuning
 from .float8 import float8_matmul
 from .xla import WORD_BITS, quantized_matmul_xla
 
-__all__ = ["float8_matmul", "mosaic_obstacle", "quantized_matmul"]
+__all__ = ["float8_matmul", "mosaic_obstacle", "quantized_matmul", "tuning_facts"]
 
 
 def quantized_matmul(
@@ -94,14 +94,24 @@ def _multiply(x: jax.Array, packed: jax.Array, scale: jax.Array, zero: jax.Array
     return kernel(x, packed, scale, zero, **common, tuning=static.tuning, interpret=static.interpret)
 
 
+def tuning_facts(num_tokens: int, shape: tuple[int, int], bits: int, group_size: int) -> dict[str, Any]:
+    """What measured sizes are chosen by. ``shape``: (out, in)."""
+    facts = {"out_size": shape[0], "in_size": shape[1], "bits": bits, "group_size": group_size}
+    return {**facts, "tokens_up_to": size_class(num_tokens, TOKEN_CLASSES)}
+
+
 def _tuning(num_tokens: int, shape: tuple[int, int], bits: int, group_size: int, interpret: Any) -> MosaicTuningConfig:
     """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. ``shape``: (out, in)."""
-    facts = {"out_size": shape[0], "in_size": shape[1], "bits": bits, "group_size": group_size}
-    if interpret is None and (gpu := current_gpu()):
-        tuned = find_tuned("quantized_matmul", gpu, {**facts, "num_tokens": num_tokens})
-        if tuned is not None:
-            return MosaicTuningConfig(**tuned)
-    return mosaic_tuning(num_tokens, *shape, bits=bits, group_size=group_size, interpreted=interpret is not None)
+    measured = measured_for("quantized_matmul", tuning_facts(num_tokens, shape, bits, group_size), interpret) or {}
+    reasoned = mosaic_tuning(
+        num_tokens,
+        *shape,
+        bits=bits,
+        group_size=group_size,
+        num_multiprocessors=num_multiprocessors(),
+        interpreted=interpret is not None,
+    )
+    return replace(reasoned, **measured)
 
 
 def _check_inputs(

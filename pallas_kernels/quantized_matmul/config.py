@@ -15,8 +15,10 @@ MAX_KERNEL_TOKENS = 256
 """Above that a product is cheaper by making the weight bfloat16 once. By reasoning, not measured: widened weights cost
 4.5 bytes a weight (0.5 read, 2 written, 2 read), 9 times the packed ones, and the kernel reads those once for all
 tiles of 64 tokens, but converts them for each: 4 tiles take about half of that time, and 8 as long."""
-BLOCKS_AT_ONCE = 2 * 132
-"""Thread blocks that run together on an H100 or H200."""
+BLOCKS_A_MULTIPROCESSOR = 2
+"""Thread blocks that run together."""
+TOKEN_CLASSES = (8, 16, 32, 64, 128, 256)
+"""Sizes are measured for each of these numbers of tokens and serve those down to the one before."""
 STAGE_BYTES = 96 * 1024
 """For the stages of a thread block, of 227 KiB of shared memory that two blocks divide."""
 MAX_SPLITS = 16
@@ -88,9 +90,10 @@ def mosaic_tuning(
     *,
     bits: int,
     group_size: int,
+    num_multiprocessors: int = 132,
     interpreted: bool = False,
 ) -> MosaicTuningConfig:
-    """Sizes by reasoning, for Hopper (132 multiprocessors with 228 KiB of shared memory each); not measured.
+    """Sizes by reasoning, for Hopper (multiprocessors with 228 KiB of shared memory each); not measured.
 
     - Tokens: as few columns as hold them, as each costs shared memory and registers; at most 64.
     - Two warpgroups of 64 rows read the same tokens, which halves what comes of those from the L2 cache; with 32
@@ -115,11 +118,12 @@ def mosaic_tuning(
     num_blocks = -(-num_tokens // tile_tokens) * (out_size // tile_out)
     turn_bytes = tile_out * tile_in * bits // 8
     partial_turns = 2 * 4 * tile_out * tile_tokens / turn_bytes
-    num_splits = _num_splits(num_blocks, in_size // tile_in, partial_turns)
+    blocks_at_once = BLOCKS_A_MULTIPROCESSOR * num_multiprocessors
+    num_splits = _num_splits(num_blocks, in_size // tile_in, partial_turns, blocks_at_once)
     return MosaicTuningConfig(warpgroups, tile_tokens, tile_in, stages, num_splits)
 
 
-def _num_splits(num_blocks: int, turns: int, partial_turns: float) -> int:
+def _num_splits(num_blocks: int, turns: int, partial_turns: float, blocks_at_once: int) -> int:
     """The cheapest number of ranges of the inner axis, for ``num_blocks`` thread blocks of ``turns`` without.
 
     In units of a turn: a wave of thread blocks takes its turns and about two more to begin and to end; a range's
@@ -128,7 +132,7 @@ def _num_splits(num_blocks: int, turns: int, partial_turns: float) -> int:
 
     def cost(splits: int) -> float:
         blocks = num_blocks * splits
-        waves = -(-blocks // BLOCKS_AT_ONCE)
-        return waves * (-(-turns // splits) + 2) + blocks / BLOCKS_AT_ONCE * partial_turns
+        waves = -(-blocks // blocks_at_once)
+        return waves * (-(-turns // splits) + 2) + blocks / blocks_at_once * partial_turns
 
     return min(range(1, min(turns, MAX_SPLITS) + 1), key=cost)

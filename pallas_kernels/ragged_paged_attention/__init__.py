@@ -1,5 +1,6 @@
 """Mixed attention: any number of queries a row (decode, prefill, chunked prefill) over the paged KV pool."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..attention_common import AttentionOptions, attend_scaled, check_attention_
 from ..dispatch import Implementation, check_implementation, load_mosaic
 from ..float8 import as_numbers
 from ..paged_attention import work_spec as decode_work_spec
-from ..tuning import measured_sizes
+from ..tuning import measured_sizes, num_multiprocessors
 from .config import MosaicTuningConfig, mosaic_tuning
 from .work import MixedWorkPlan, Split, WorkSpec
 from .xla import TokenPlan, ragged_paged_attention_xla
@@ -128,9 +129,9 @@ def _mosaic_tuning(
 ) -> MosaicTuningConfig:
     """What was measured on this GPU, or else what ``mosaic_tuning`` reasons. Raises ValueError for a shape that the
     kernel cannot serve."""
-    if measured := measured_sizes("ragged_paged_attention", q, kv, interpret):
-        return MosaicTuningConfig(**measured)
-    return mosaic_tuning(kv.shape[-1], interpreted=interpret is not None)
+    measured = measured_sizes("ragged_paged_attention", q, kv, interpret) or {}
+    reasoned = mosaic_tuning(kv.shape[-1], num_multiprocessors(), interpreted=interpret is not None)
+    return replace(reasoned, **measured)
 
 
 @partial(jax.jit, static_argnames=("options", "spec", "interpret"))

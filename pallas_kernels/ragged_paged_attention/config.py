@@ -31,8 +31,8 @@ class MosaicTuningConfig:
     """Keys per turn: a multiple of 64 and of the block size."""
     stages: int
     """KV tiles in flight, at least 2."""
-    num_ctas: int = 132
-    """Programs that share the work, one per streaming multiprocessor: 132 on H100 SXM and H200."""
+    num_ctas: int
+    """Programs that share the work, one per streaming multiprocessor."""
     stage_p_in_smem: bool = False
     """Probabilities reach the second product through shared memory, and its sum is added to the accumulator
     afterwards: what the interpreter can run. Otherwise both stay in registers."""
@@ -51,8 +51,10 @@ class MosaicTuningConfig:
             raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
 
 
-def mosaic_tuning(head_dim: int, interpreted: bool = False) -> MosaicTuningConfig:
-    """128 keys a turn keep the tensor cores busy between two barriers, and leave room for two stages. At a head_dim of
+def mosaic_tuning(head_dim: int, num_multiprocessors: int = 132, *, interpreted: bool = False) -> MosaicTuningConfig:
+    """Sizes by reasoning, for a GPU of ``num_multiprocessors``; not measured.
+
+    128 keys a turn keep the tensor cores busy between two barriers, and leave room for two stages. At a head_dim of
     256 a KV tile of 64 keys takes 64 KB, so turns are half as long; at 96 they are too, because shared memory of that
     width takes many addresses, and with 128 keys registers would be spilled.
 
@@ -64,7 +66,7 @@ def mosaic_tuning(head_dim: int, interpreted: bool = False) -> MosaicTuningConfi
     if interpreted:
         return MosaicTuningConfig(tile_kv=64, stages=2, num_ctas=2, stage_p_in_smem=True, raw_stages=2)
     if head_dim == 96:
-        return MosaicTuningConfig(tile_kv=64, stages=4)
+        return MosaicTuningConfig(tile_kv=64, stages=4, num_ctas=num_multiprocessors)
     if head_dim > 128:
-        return MosaicTuningConfig(tile_kv=64, stages=2, raw_stages=1)
-    return MosaicTuningConfig(tile_kv=128, stages=2)
+        return MosaicTuningConfig(tile_kv=64, stages=2, num_ctas=num_multiprocessors, raw_stages=1)
+    return MosaicTuningConfig(tile_kv=128, stages=2, num_ctas=num_multiprocessors)
