@@ -83,13 +83,20 @@ def _quantized_matmul(x: jax.Array, weight: QuantizedWeight, out_dtype: jnp.dtyp
             x = jnp.take(x, weight.permutation, axis=1, mode="clip")
         if kernel_serves(weight, x.dtype, how.placement, cut_columns=how.cut_columns):
             return packed_product(x, weight, how.placement, cut_columns=how.cut_columns, out_dtype=out_dtype)
-        return matmul(x, dequantize(weight, x.dtype), out_dtype=out_dtype)
+        return _widened_product(x, weight, out_dtype)
     if weight.scale.shape[1] > 1:
-        return matmul(x, dequantize(weight, x.dtype), out_dtype=out_dtype)
+        return _widened_product(x, weight, out_dtype)
     if weight.activations == "none":
         return _float8_weights(x, weight, out_dtype)
     cpu, default = (partial(product, out_dtype=out_dtype) for product in (_float8_weights, _float8_product))
     return jax.lax.platform_dependent(x, weight, cpu=cpu, default=default)
+
+
+def _widened_product(x: jax.Array, weight: IntWeight | Float8Weight, out_dtype: jnp.dtype) -> jax.Array:
+    """With the weight in x's type. Without the barrier XLA for GPUs widens weights before their turn, those of all
+    layers at once, which takes as much memory as the plain model."""
+    x, weight = jax.lax.optimization_barrier((x, weight))
+    return matmul(x, dequantize(weight, x.dtype), out_dtype=out_dtype)
 
 
 def _float8_weights(x: jax.Array, weight: Float8Weight, out_dtype: jnp.dtype) -> jax.Array:
