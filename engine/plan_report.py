@@ -23,9 +23,10 @@ class StepPlan:
     name: str
     """As ``decode[256x256]``: tokens and rows."""
     temp_bytes: int
-    launches: int
-    """A loop's body counted once."""
     launches_per_layer: float
+    """Loops counted as one."""
+    other_launches: int
+    """Outside of layers."""
     command_buffers: int
     loose_launches: int
     """Not in a command buffer."""
@@ -68,6 +69,9 @@ class Plan:
     floors: tuple[Floor, ...]
     prefill_seconds: float
     """Floor of a prompt of max_num_batched_tokens tokens in one step."""
+    num_layers: int
+    num_compiled: int
+    """Layers of the steps that were compiled."""
     kv_dtype: str | None = None
     """Of the KV pool's numbers; None: ``dtype``."""
     problem: str | None = None
@@ -90,6 +94,7 @@ def format_plan(plan: Plan) -> str:
         "",
         *_memory_lines(plan),
         "",
+        *_compiled_lines(plan),
         *(line for step in plan.steps for line in _step_lines(step)),
         *_floor_lines(plan),
         "",
@@ -121,11 +126,20 @@ def _memory_lines(plan: Plan) -> list[str]:
     return [*lines, f"sequences that fit at once: {held} (a step takes up to {plan.max_num_seqs})"]
 
 
+def _compiled_lines(plan: Plan) -> list[str]:
+    if plan.num_compiled == plan.num_layers:
+        return [f"steps, compiled with all {plan.num_layers} layers:"]
+    return [
+        f"steps, compiled with {plan.num_compiled} of the model's {plan.num_layers} layers, which repeat "
+        "(--all-layers compiles all; weights and KV pool above are of all):"
+    ]
+
+
 def _step_lines(step: StepPlan) -> list[str]:
-    loose = "" if not step.loose_launches else f", {step.loose_launches} launches outside"
+    loose = "" if not step.loose_launches else f", {step.loose_launches} launches outside of them"
     lines = [
-        f"{step.name}: temporaries {step.temp_bytes / 1e6:.0f} MB, {step.launches} launches "
-        f"({step.launches_per_layer:.1f} a layer), command buffers: {step.command_buffers}{loose}"
+        f"{step.name}: temporaries {step.temp_bytes / 1e6:.0f} MB, {step.launches_per_layer:.1f} launches a layer "
+        f"and {step.other_launches} others, command buffers: {step.command_buffers}{loose}"
     ]
     for kernel in step.kernels:
         lines.append(

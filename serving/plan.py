@@ -31,6 +31,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, help="share of GPU memory to use")
     parser.add_argument("--swap-space", type=float, default=0.0, help="GiB of host memory per GPU for KV blocks")
     parser.add_argument("--attention-backend", default="auto", help="auto, xla or mosaic")
+    parser.add_argument("--quantization", "-q", help="fp8, int8 or int4: as a plain model's weights would be made")
+    parser.add_argument("--all-layers", action="store_true", help="compile all layers of a model of more than 32")
     parser.add_argument("--hf-overrides", type=flags.json_object, metavar="JSON", help="entries put over config.json")
 
 
@@ -41,7 +43,7 @@ def run_plan(args: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if name in EngineArgs.__dataclass_fields__}
     engine_args = EngineArgs(**{**options, "model": args.model or args.model_tag})
     try:
-        plan = _load("..engine.plan").make_plan(engine_args, args.target, _say)
+        plan = _load("..engine.plan").make_plan(engine_args, args.target, _say, all_layers=args.all_layers)
     except ConfigError as error:
         args.parser.error(str(error))
     print(format_plan(plan))

@@ -106,9 +106,10 @@ def a_plan(**changes) -> Plan:
     plan = Plan(
         model="m", target="GPU X", rates="4 TB/s", num_devices=1, dtype="bfloat16", attention="xla (asked for)",
         memory=memory, num_blocks=27, block_size=16, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=512,
-        steps=(StepPlan("decode[8x8]", 5_000_000, 40, 12.5, 1, 0, (KernelPlan("attend", 168, 0, 65536),)),
-               StepPlan("mixed[512x8]", 7_000_000, 60, 20.0, 3, 2, ())),
+        steps=(StepPlan("decode[8x8]", 5_000_000, 12.5, 25, 1, 0, (KernelPlan("attend", 168, 0, 65536),)),
+               StepPlan("mixed[512x8]", 7_000_000, 20.0, 26, 3, 2, ())),
         floors=(Floor(8, 64, 0.004, True), Floor(8, 4096, 0.008, False)), prefill_seconds=0.0125,
+        num_layers=4, num_compiled=4,
     )  # fmt: skip
     return replace(plan, **changes)
 
@@ -124,15 +125,17 @@ def test_the_plan_says_what_fits():
         "KV pool              54.00 GiB",
         "26 blocks of 16 tokens = 416 tokens",
         "fit at once: 6 of 64 tokens (a step takes up to 8)",
-        "decode[8x8]: temporaries 5 MB, 40 launches (12.5 a layer), command buffers: 1\n",
+        "steps, compiled with all 4 layers:\ndecode[8x8]: temporaries 5 MB",
+        "decode[8x8]: temporaries 5 MB, 12.5 launches a layer and 25 others, command buffers: 1\n",
         "kernel attend: 168 registers, 0 bytes spilled, 64 KiB of shared memory",
-        "mixed[512x8]: temporaries 7 MB, 60 launches (20.0 a layer), command buffers: 3, 2 launches outside",
+        "mixed[512x8]: temporaries 7 MB, 20.0 launches a layer and 26 others, command buffers: 3, 2 launches outside",
         "       8        64      4.00       2,000\n",
         "       8     4,096      8.00       1,000  more than the pool holds",
         "a prompt of 512 tokens in one step: 12.5 ms",
     ):
         assert part in text, part
     assert text.endswith("It fits.")
+    assert "steps, compiled with 2 of the model's 4 layers, which repeat" in format_plan(replace(plan, num_compiled=2))
 
 
 def test_the_plan_says_what_does_not_fit():

@@ -15,10 +15,10 @@ from octavo.serving import cli, plan
 @pytest.fixture
 def planner(monkeypatch):
     """Stands in for the planner, which imports jax; remembers what it was asked."""
-    asked = SimpleNamespace(args=None, target=None, problem=None, error=None)
+    asked = SimpleNamespace(args=None, target=None, all_layers=None, problem=None, error=None)
 
-    def make_plan(args, target, progress):
-        asked.args, asked.target = args, target
+    def make_plan(args, target, progress, *, all_layers):
+        asked.args, asked.target, asked.all_layers = args, target, all_layers
         if asked.error:
             raise ConfigError(asked.error)
         return SimpleNamespace(problem=asked.problem)
@@ -31,16 +31,16 @@ def planner(monkeypatch):
 def test_defaults(planner, capsys):
     assert cli.main(["plan", "llama-3-8b"]) == 0
     assert planner.args == EngineArgs(model="llama-3-8b")
-    assert planner.target == "h200"
+    assert (planner.target, planner.all_layers) == ("h200", False)
     assert capsys.readouterr().out == "the plan, problem None\n"
 
 
 def test_options(planner):
     options = "--target h100 -tp 2 --max_model_len 4k --max-num-seqs 8 --max-num-batched-tokens 1K --dtype half"
     more = "--block-size 32 --kv-cache-dtype fp8 --gpu-memory-utilization 0.8 --attention-backend xla --swap-space 2"
-    overrides = ["--hf-overrides", '{"num_hidden_layers": 2}']
+    overrides = ["--hf-overrides", '{"num_hidden_layers": 2}', "--quantization", "fp8", "--all-layers"]
     assert cli.main(["plan", "--model", "m", *options.split(), *more.split(), *overrides]) == 0
-    assert planner.target == "h100"
+    assert (planner.target, planner.all_layers) == ("h100", True)
     assert planner.args == EngineArgs(
         model="m",
         tensor_parallel_size=2,
@@ -53,6 +53,7 @@ def test_options(planner):
         gpu_memory_utilization=0.8,
         attention_backend="xla",
         swap_space=2.0,
+        quantization="fp8",
         hf_overrides={"num_hidden_layers": 2},
     )
 
@@ -118,7 +119,7 @@ def test_a_whole_plan_or_what_it_lacks(tmp_path):
         "attention: xla (asked for)",
         "host tier             0.50 GiB",
         "65,536 blocks of 16 tokens = 1,048,576 tokens",
-        "decode[8x8]: ",
+        "steps, compiled with all 2 layers:\ndecode[8x8]: ",
         "command buffers: 1\n",
         "It fits.",
     ):
