@@ -2,7 +2,7 @@
 
 A sweep goes in rounds. Each round varies some sizes and keeps the best of all so far, so that a few dozen candidates
 do where their product would be hundreds. One that does not compile, spills registers or gives an error is recorded
-and left out.
+and left out. Here the attention kernels; products are in ``autotune_products.py``.
 """
 
 import math
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from .paged_attention import config as decode_config
 from .paged_attention import paged_attention
 from .ragged_paged_attention import config as mixed_config
 from .ragged_paged_attention import ragged_paged_attention
-from .tuning import facts_of, forced
+from .tuning import facts_of, forced, num_multiprocessors
 from .xla_options import step_compiler_options
 
 OPERATIONS = ("paged_attention", "ragged_paged_attention")
@@ -33,34 +33,71 @@ POOL_BYTES = 2 << 30
 REPEATS, TARGET_S, WARM_UP_CALLS = 5, 0.04, 3
 
 Config = Any
-"""A ``MosaicTuningConfig`` of either operation."""
+"""The sizes of an operation: its ``MosaicTuningConfig``, or what stands for it."""
 Rows = tuple[tuple[int, int], ...]
 """(query_len, seq_len) of each row."""
+Round = Callable[[Config], Iterator[Config]]
+"""Candidates around the best config so far."""
+Measure = Callable[[Config], tuple[float, ...]]
+"""Seconds of a layer with a config, for each workload; raises CandidateError."""
 
 
 class CandidateError(Exception):
     """A candidate cannot be used; the message says why."""
 
 
+class Task(Protocol):
+    """One kernel, and the calls that it is tuned for."""
+
+    @property
+    def operation(self) -> str:
+        """Whose file the best sizes go to."""
+
+    @property
+    def title(self) -> str:
+        """For a person: what is measured."""
+
+    def when(self) -> dict[str, Any]:
+        """The conditions of the entry in the file."""
+
+    def default(self) -> Config:
+        """What the kernel takes where nothing was measured; always the first candidate."""
+
+    def rounds(self) -> Sequence[Round]: ...
+
+    def measure(self, config: Config) -> tuple[float, ...]:
+        """On the GPU that JAX runs on: see ``Measure``."""
+
+    def fields(self, config: Config) -> dict[str, Any]:
+        """What of a config is written down."""
+
+
 @dataclass(frozen=True)
 class TuningShape:
-    """What the kernels are tuned for."""
+    """What the attention kernels are tuned for."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int = 16
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    """Of the pool; None: as queries."""
 
     def when(self) -> dict[str, Any]:
         """The conditions of the entry in the file."""
         q = jax.ShapeDtypeStruct((1, self.num_heads, self.head_dim), jnp.dtype(self.dtype))
         pool = (1, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        return facts_of(q, jax.ShapeDtypeStruct(pool, q.dtype))
+        return facts_of(q, jax.ShapeDtypeStruct(pool, self.pool_dtype))
 
     @property
-    def itemsize(self) -> int:
-        return jnp.dtype(self.dtype).itemsize
+    def pool_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.kv_dtype or self.dtype)
+
+    @property
+    def widens(self) -> bool:
+        """Whether the kernels convert what they read."""
+        return self.pool_dtype != jnp.dtype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -84,18 +121,15 @@ class Trial:
         return {"config": asdict(self.config), "microseconds": times, "error": self.error}
 
 
-Measure = Callable[[Config], tuple[float, ...]]
-"""Seconds of a layer with a config, for each workload; raises CandidateError."""
-
-
-def sweep(operation: str, shape: TuningShape, measure: Measure) -> list[Trial]:
-    """Measures the candidates; the best one first, those that cannot be used last.
+def sweep(task: Task, measure: Measure) -> list[Trial]:
+    """Measures the candidates; the best one first, those that cannot be used last. ``measure`` is ``task.measure``, or
+    stands for it.
 
     Raises CandidateError, naming the first reason, if none can be used.
     """
     trials: dict[Config, Trial] = {}
-    best = default_config(operation, shape)
-    for candidates in rounds(operation, shape):
+    best = task.default()
+    for candidates in task.rounds():
         for config in candidates(best):
             if config not in trials:
                 trials[config] = _try(config, measure)
@@ -104,7 +138,7 @@ def sweep(operation: str, shape: TuningShape, measure: Measure) -> list[Trial]:
             best = min(usable, key=lambda trial: trial.score).config
     ordered = sorted(trials.values(), key=lambda t: math.inf if t.seconds is None else t.score)
     if ordered[0].seconds is None:
-        raise CandidateError(f"no candidate of {operation} can be used; the first: {ordered[0].error}")
+        raise CandidateError(f"no candidate of {task.operation} can be used; the first: {ordered[0].error}")
     return ordered
 
 
@@ -115,17 +149,42 @@ def _try(config: Config, measure: Measure) -> Trial:
         return Trial(config, None, f"{type(error).__name__}: {error}"[:500])
 
 
-def default_config(operation: str, shape: TuningShape) -> Config:
-    """What the kernels take where nothing was measured; always the first candidate."""
-    if operation == "paged_attention":
-        return decode_config.mosaic_tuning(shape.head_dim, shape.itemsize)
-    return mixed_config.mosaic_tuning(shape.head_dim)
+@dataclass(frozen=True)
+class AttentionTask:
+    """One of the attention kernels, in a model that allows ``max_model_len`` tokens."""
 
+    operation: str
+    shape: TuningShape
+    max_model_len: int
 
-def rounds(operation: str, shape: TuningShape) -> Sequence[Callable[[Config], Iterator[Config]]]:
-    """Each gives candidates around the best config so far."""
-    tiles = partial(_tile_candidates, shape)
-    return (tiles, _split_candidates) if operation == "paged_attention" else (tiles,)
+    @property
+    def title(self) -> str:
+        cases = ", ".join(workloads(self.operation, self.max_model_len))
+        return f"{self.operation}, KV cache of {self.shape.pool_dtype}: {cases}"
+
+    def when(self) -> dict[str, Any]:
+        return self.shape.when()
+
+    def default(self) -> Config:
+        head_dim, itemsize = self.shape.head_dim, self.shape.pool_dtype.itemsize
+        if self.operation == "paged_attention":
+            return decode_config.mosaic_tuning(head_dim, itemsize, num_multiprocessors())
+        return mixed_config.mosaic_tuning(head_dim, num_multiprocessors())
+
+    def rounds(self) -> Sequence[Round]:
+        tiles = partial(_tile_candidates, self.shape)
+        if self.operation == "paged_attention":
+            return (tiles, _split_candidates)
+        return (tiles, _raw_candidates) if self.shape.widens else (tiles,)
+
+    def measure(self, config: Config) -> tuple[float, ...]:
+        with forced(self.operation, asdict(config)):
+            rows = workloads(self.operation, self.max_model_len).values()
+            return tuple(time_rows(self.operation, self.shape, case) for case in rows)
+
+    def fields(self, config: Config) -> dict[str, Any]:
+        """Without the number of thread blocks of the mixed kernel, which the GPU decides."""
+        return {name: value for name, value in asdict(config).items() if name != "num_ctas"}
 
 
 def _tile_candidates(shape: TuningShape, best: Config) -> Iterator[Config]:
@@ -133,22 +192,41 @@ def _tile_candidates(shape: TuningShape, best: Config) -> Iterator[Config]:
     yield best
     for tile_kv in (64, 128, 256):
         for stages in (2, 3, 4, 6):
-            if stages * 2 * tile_kv * shape.head_dim * shape.itemsize > SHARED_MEMORY_BYTES:
-                continue
             if tile_kv % shape.block_size:
                 continue
             changes = {"tile_kv": tile_kv, "stages": stages}
             if hasattr(best, "min_keys_per_item"):
                 changes["min_keys_per_item"] = max(best.min_keys_per_item, tile_kv)
-            yield replace(best, **changes)
+            candidate = replace(best, **changes)
+            if buffer_bytes(shape, candidate) <= SHARED_MEMORY_BYTES:
+                yield candidate
+
+
+def buffer_bytes(shape: TuningShape, config: Config) -> int:
+    """Of the tiles of keys and values in shared memory. A float8 pool's are widened there: one at a time in decode, all
+    stages in mixed attention."""
+    tile = config.tile_kv * shape.head_dim
+    narrow, wide = tile * shape.pool_dtype.itemsize, tile * jnp.dtype(shape.dtype).itemsize
+    if not shape.widens:
+        return 2 * config.stages * wide
+    if isinstance(config, decode_config.MosaicTuningConfig):
+        return 2 * config.stages * narrow + wide
+    return 2 * config.stages * wide + config.raw_stages * narrow
+
+
+def _raw_candidates(best: mixed_config.MosaicTuningConfig) -> Iterator[mixed_config.MosaicTuningConfig]:
+    """How many tiles of a float8 pool are on their way."""
+    for raw_stages in (1, 2, 3, 4):
+        yield replace(best, raw_stages=raw_stages)
 
 
 def _split_candidates(best: decode_config.MosaicTuningConfig) -> Iterator[decode_config.MosaicTuningConfig]:
     """How rows are cut up."""
     for min_keys in (128, 256, 512, 1024):
-        for target in (132, 264, 528, 1056):
+        for waves in (1, 2, 4, 8):
             if min_keys % best.tile_kv == 0:
-                yield replace(best, min_keys_per_item=min_keys, target_thread_blocks=target)
+                blocks = waves * num_multiprocessors()
+                yield replace(best, min_keys_per_item=min_keys, target_thread_blocks=blocks)
 
 
 def workloads(operation: str, max_model_len: int) -> dict[str, Rows]:
@@ -166,40 +244,37 @@ def workloads(operation: str, max_model_len: int) -> dict[str, Rows]:
     }
 
 
-class GpuMeasure:
-    """Times candidates on the GPU that JAX runs on."""
+def time_rows(operation: str, shape: TuningShape, rows: Rows) -> float:
+    """Seconds of one layer of attention. Raises CandidateError for a kernel that spills."""
+    q, pools, arrays = make_arrays(shape, rows)
+    program = compile_candidate(chain(operation, shape), q, pools, arrays)
+    return time_calls(lambda q: program(q, pools, arrays), q) / len(pools)
 
-    def __init__(self, operation: str, shape: TuningShape, cases: Sequence[Rows]) -> None:
-        self._operation, self._shape, self._cases = operation, shape, cases
 
-    def __call__(self, config: Config) -> tuple[float, ...]:
-        """Seconds of one layer for each case. Raises CandidateError for a kernel that spills."""
-        with forced(self._operation, asdict(config)):
-            return tuple(self._time(rows) for rows in self._cases)
+def compile_candidate(function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
+    """``function``, its first argument donated, for this GPU. Raises CandidateError for a kernel that spills."""
+    program = jax.jit(function, donate_argnums=0)
+    options = step_compiler_options(jax.default_backend())
+    check_spills(lambda: program.lower(*args), options)
+    return program.lower(*args).compile(compiler_options=options or None)
 
-    def _time(self, rows: Rows) -> float:
-        program, q, pools, arrays = self._compile(rows)
-        for _ in range(WARM_UP_CALLS):
-            q = program(q, pools, arrays)
-        q.block_until_ready()
+
+def time_calls(call: Callable[[jax.Array], jax.Array], carry: jax.Array) -> float:
+    """Seconds of ``carry = call(carry)``: the median over chains of calls that are dispatched without waiting."""
+    for _ in range(WARM_UP_CALLS):
+        carry = call(carry)
+    carry.block_until_ready()
+    began = time.perf_counter()
+    carry = call(carry).block_until_ready()
+    calls = max(1, min(1000, round(TARGET_S / (time.perf_counter() - began))))
+    seconds = []
+    for _ in range(REPEATS):
         began = time.perf_counter()
-        q = program(q, pools, arrays).block_until_ready()
-        calls = max(1, min(1000, round(TARGET_S / (time.perf_counter() - began))))
-        seconds = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            for _ in range(calls):
-                q = program(q, pools, arrays)
-            q.block_until_ready()
-            seconds.append((time.perf_counter() - began) / (calls * len(pools)))
-        return statistics.median(seconds)
-
-    def _compile(self, rows: Rows) -> tuple[Any, jax.Array, list[jax.Array], dict[str, jax.Array]]:
-        q, pools, arrays = make_arrays(self._shape, rows)
-        program = jax.jit(chain(self._operation, self._shape), donate_argnums=0)
-        options = step_compiler_options(jax.default_backend())
-        check_spills(lambda: program.lower(q, pools, arrays), options)
-        return program.lower(q, pools, arrays).compile(compiler_options=options or None), q, pools, arrays
+        for _ in range(calls):
+            carry = call(carry)
+        carry.block_until_ready()
+        seconds.append((time.perf_counter() - began) / calls)
+    return statistics.median(seconds)
 
 
 def check_spills(lower: Callable[[], jax.stages.Lowered], options: dict[str, Any]) -> None:
@@ -209,20 +284,18 @@ def check_spills(lower: Callable[[], jax.stages.Lowered], options: dict[str, Any
             raise CandidateError(f"{kernel.name} spills {kernel.spill_bytes} bytes of registers")
 
 
-def chain(operation: str, shape: TuningShape) -> Callable[..., jax.Array]:
+def chain(operation: str, shape: TuningShape, interpret: Any = None) -> Callable[..., jax.Array]:
     """Layers after one another, each over a pool of its own: a result is a part of the next query, so that none
     begins before the one before it has ended."""
-    scale = shape.head_dim**-0.5
+    scale, common = shape.head_dim**-0.5, {"implementation": "mosaic", "interpret": interpret}
 
     def run(q: jax.Array, pools: list[jax.Array], arrays: dict[str, jax.Array]) -> jax.Array:
         tables, lens = arrays["tables"], arrays["lens"]
         for pool in pools:
             if operation == "paged_attention":
-                q = paged_attention(q, pool, tables, lens, scale=1.0, implementation="mosaic")
+                q = paged_attention(q, pool, tables, lens, scale=1.0, **common)
             else:
-                out = ragged_paged_attention(
-                    q, pool, tables, arrays["starts"], lens, scale=scale, implementation="mosaic"
-                )
+                out = ragged_paged_attention(q, pool, tables, arrays["starts"], lens, scale=scale, **common)
                 q = q.at[jnp.arange(2)].set(out[:2])  # of one token, XLA would make a copy outside the command buffer
         return q
 
@@ -238,17 +311,18 @@ def make_arrays(shape: TuningShape, rows: Rows) -> tuple[jax.Array, list[jax.Arr
     for row, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True)):
         tables[row, :count] = ids[end - count : end]
     pool_shape = (sum(counts) + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    num_pools = max(2, min(32, POOL_BYTES // (math.prod(pool_shape) * shape.itemsize)))
+    num_pools = max(2, min(32, POOL_BYTES // (math.prod(pool_shape) * shape.pool_dtype.itemsize)))
     starts = np.cumsum([0] + [query_len for query_len, _ in rows])
-    q = _normal((int(starts[-1]), shape.num_heads, shape.head_dim), shape.dtype, 0)
+    q = normal((int(starts[-1]), shape.num_heads, shape.head_dim), shape.dtype, 0)
     arrays = {
         "tables": jnp.asarray(tables),
         "lens": jnp.asarray([seq_len for _, seq_len in rows], jnp.int32),
         "starts": jnp.asarray(starts, jnp.int32),
     }
-    return q, [_normal(pool_shape, shape.dtype, 1 + index) for index in range(num_pools)], arrays
+    return q, [normal(pool_shape, shape.pool_dtype.name, 1 + index) for index in range(num_pools)], arrays
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+def normal(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+    """Random numbers on the device; time is not to be measured on zeros."""
     return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape, jnp.bfloat16).astype(dtype)

@@ -1,4 +1,4 @@
-"""``octavo tune``: measures the attention kernels' sizes on this machine's GPU."""
+"""``octavo tune``: measures the sizes of a model's kernels on this machine's GPU."""
 
 import argparse
 import importlib
@@ -18,6 +18,10 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--block-size", type=flags.human_int, default=16, help="tokens in a KV block: 16, 32 or 64")
+    parser.add_argument("--quantization", "-q", help="as for `octavo serve`: sizes of products with packed weights too")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), help="only for such a KV cache; without it for both kinds"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument(
         "--output-dir",
@@ -35,14 +39,16 @@ def run_tune(args: argparse.Namespace) -> int:
     if not model:
         args.parser.error("name the model to tune for: a preset, a folder or a .gguf file")
     try:
-        paths = _load("..engine.tune").tune(
+        tuner = _load("..engine.tune")
+        options = tuner.TuneOptions(
             model,
+            quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
             block_size=args.block_size,
             dtype=args.dtype,
             tensor_parallel_size=args.tensor_parallel_size,
-            output_dir=args.output_dir,
-            progress=_say,
         )
+        paths = tuner.tune(options, output_dir=args.output_dir, progress=_say)
     except (ConfigError, OSError) as error:
         args.parser.error(str(error))
     for path in paths:

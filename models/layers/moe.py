@@ -65,7 +65,7 @@ def grouped_mlp_mosaic(
     x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array, *, activation: Activation, interpret: Any
 ) -> jax.Array:
     """As ``grouped_mlp``, by a kernel for Hopper; rows past the last group may be NaN. ``interpret`` is for a CPU."""
-    tiles = mosaic_tiles(len(x), len(group_sizes), (gate_up.shape[1], down.shape[1]))
+    tiles = mosaic_tiles(len(x), len(group_sizes), (gate_up.shape[1], down.shape[1]), interpret)
     items = plan_items(group_sizes, len(x), tiles.rows)
     product = partial(grouped_matmul, items=items, tiles=tiles, interpret=interpret)
     hidden = product(x, gate_up)

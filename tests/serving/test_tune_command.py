@@ -9,31 +9,39 @@ from octavo.engine.errors import ConfigError
 from octavo.serving import cli, flags, tune
 
 
+def make_options(model, **options):
+    return SimpleNamespace(model=model, **options)
+
+
 @pytest.fixture
 def tuner(monkeypatch):
-    asked = SimpleNamespace(model=None, options=None, error=None)
+    asked = SimpleNamespace(model=None, options=None, output_dir=None, error=None)
 
-    def fake(model, *, progress, **options):
-        asked.model, asked.options = model, options
+    def fake(options, *, output_dir, progress):
+        asked.model, asked.options, asked.output_dir = options.model, vars(options), output_dir
         if asked.error:
             raise asked.error
         progress("a candidate")
         return [Path("folder/a.json"), Path("folder/b.json")]
 
-    monkeypatch.setattr(tune, "_load", lambda module: SimpleNamespace(tune=fake))
+    monkeypatch.setattr(tune, "_load", lambda module: SimpleNamespace(tune=fake, TuneOptions=make_options))
     return asked
 
 
 def test_options_reach_the_tuner_and_files_are_printed(tuner, capsys):
-    options = "--tensor-parallel-size 2 --block_size 32 --dtype float16 --output-dir folder"
+    options = "--tensor-parallel-size 2 --block_size 32 --dtype float16 -q int4 --kv-cache-dtype fp8"
+    options += " --output-dir folder"
     assert cli.main(["tune", "llama-3-8b", *options.split()]) == 0
     assert tuner.model == "llama-3-8b"
     assert tuner.options == {
+        "model": "llama-3-8b",
+        "quantization": "int4",
+        "kv_cache_dtype": "fp8",
         "tensor_parallel_size": 2,
         "block_size": 32,
         "dtype": "float16",
-        "output_dir": Path("folder"),
     }
+    assert tuner.output_dir == Path("folder")
     printed = capsys.readouterr()
     assert printed.out == "folder/a.json\nfolder/b.json\n"
     assert printed.err == "a candidate\n"
