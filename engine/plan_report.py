@@ -26,7 +26,7 @@ class StepPlan:
     launches_per_layer: float
     """Loops counted as one."""
     other_launches: int
-    """Outside of layers."""
+    """Outside of layers, or XLA does not say where they come from."""
     command_buffers: int
     loose_launches: int
     """Not in a command buffer."""
