@@ -1,10 +1,7 @@
 """``octavo convert``: a checkpoint of any format to an Orbax checkpoint, which devices restore in shares."""
 
 import json
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from ..models.loading.gguf_file import GGUFFile
 from ..models.loading.kv_scales import has_kv_scales
 from ..models.loading.loader import load_params
 from ..models.loading.orbax_checkpoint import STORED_PIECES, save_params
-from ..models.loading.orbax_index import INDEX_NAME, PARAMS_FOLDER, OrbaxIndex, StoredQuantization
+from ..models.loading.orbax_index import PARAMS_FOLDER, OrbaxIndex, StoredQuantization
 from ..models.loading.resolve import ResolvedModel
 from ..models.quantization.apply import LINEARS
 from ..models.quantization.spec import WeightSpec
@@ -29,12 +26,8 @@ from .config import ModelOptions
 from .errors import ConfigError
 from .find_model import find_model
 from .launch import backend_is_up, make_cpu_devices, make_mesh
+from .model_folder import check_output, copy_texts, written_aside
 from .tokenizer import Tokenizer
-
-_COPIED = ("*.json", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken", "LICENSE*", "NOTICE*")
-_NOT_COPIED = ("*.index.json", INDEX_NAME)
-"""Of those: what speaks of the weights' files."""
-_TEMPLATES_FOLDER = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -53,13 +46,13 @@ def convert(options: ModelOptions, output: Path, progress: Callable[[str], None]
     what config.json says, else float32. Runs on the CPU and needs host memory for the model as it is stored. The folder
     appears when it is complete. Raises ConfigError for a model that cannot be served and for an ``output`` in use.
     """
-    _check_output(output)
+    check_output(output)
     if not backend_is_up():
         jax.config.update("jax_platforms", "cpu")  # nothing here may take a GPU that is in use
         make_cpu_devices(STORED_PIECES)
     resolved = find_model(options)
     try:
-        with _written_aside(output) as folder:
+        with written_aside(output) as folder:
             _copy_texts(resolved.path, folder)
             progress(f"reading {resolved.path}")
             index = _write_params(resolved, options.dtype, folder, progress)
@@ -108,42 +101,12 @@ def _stored_quantization(config: ModelConfig, architecture: Architecture) -> Sto
     return StoredQuantization(method.name, specs)
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output {output} is a file; name a folder that is new or empty")
-    if output.is_dir() and any(output.iterdir()):
-        raise ConfigError(f"output {output} is not empty; name a folder that is new or empty")
-
-
-@contextmanager
-def _written_aside(output: Path) -> Iterator[Path]:
-    """A folder beside ``output`` that takes its place in one step, when all is written; removed if that fails.
-
-    Raises ConfigError if it cannot be written.
-    """
-    output = output.absolute()
-    aside = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir()
-        yield aside
-        aside.rename(output)
-    except OSError as error:
-        raise ConfigError(f"output {output} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def _copy_texts(source: Path, folder: Path) -> None:
     """config.json and the tokenizer's files; of a GGUF file, made from what is in it."""
     if source.is_file():
         _write_gguf_texts(source, folder)
-        return
-    for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
-        if path.is_file() and not any(path.match(pattern) for pattern in _NOT_COPIED):
-            shutil.copyfile(path, folder / path.name)
-    if (source / _TEMPLATES_FOLDER).is_dir():
-        shutil.copytree(source / _TEMPLATES_FOLDER, folder / _TEMPLATES_FOLDER)
+    else:
+        copy_texts(source, folder)
 
 
 def _write_gguf_texts(source: Path, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..engine.errors import ConfigError
-from . import client, convert, flags, plan, tune
+from . import client, convert, flags, plan, quantize, tune
 from .logging import logger, set_up_logging
 
 SERVER_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
@@ -41,9 +41,16 @@ def make_parser() -> argparse.ArgumentParser:
             convert.add_convert_options,
             convert.run_convert,
         ),
+        (
+            "quantize",
+            "OUTPUT --method METHOD [options]",
+            "write a plain model as an AWQ, GPTQ or FP8 checkpoint",
+            quantize.add_quantize_options,
+            quantize.run_quantize,
+        ),
     )
     for name, options, summary, add_options, run in of_models:
-        usage = f"octavo {name} [MODEL] {options}"
+        usage = f"octavo {name} {'MODEL' if name == 'quantize' else '[MODEL]'} {options}"
         command = commands.add_parser(name, help=summary, usage=usage, allow_abbrev=False)
         add_options(command)
         command.set_defaults(run=run, parser=command)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("pallas_kernels", "models", "engine", "serving")
 """Lowest first: a layer imports from itself and from lower ones."""
 DEVICE_HALF = {
+    "calibration",
     "compile_cache",
     "convert",
     "core",
@@ -31,6 +32,8 @@ DEVICE_HALF = {
     "plan",
     "pool_size",
     "programs",
+    "quantize",
+    "quantize_layers",
     "step",
     "step_work",
     "tune",
@@ -44,6 +47,7 @@ JAX_FREE_MODELS = {
     "models.errors",
     "models.loading.errors",
     "models.loading.gguf_file",
+    "models.loading.orbax_index",
     "models.loading.resolve",
 }
 """Modules of ``models`` without jax, which the host half may read."""
@@ -57,6 +61,7 @@ LAZY_IMPORTS = {
     ("serving/cli.py", "_load"),
     ("serving/convert.py", "_load"),
     ("serving/plan.py", "_load"),
+    ("serving/quantize.py", "_load"),
     ("serving/tune.py", "_load"),
 }
 """(file, function) that may import when called: the lazy registries."""

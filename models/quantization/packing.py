@@ -8,7 +8,10 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """i8 ``[rows, n]`` of 4 or 8 bits, signed → i32 ``[rows, n * bits / 32]``, first code lowest, two's complement."""
+    """i8 ``[rows, n]`` of 4 or 8 bits, signed → i32 ``[rows, n * bits / 32]``, first code lowest, two's complement.
+
+    u8, counted from 0, is packed as it is: ``unpack`` undoes that.
+    """
     stored: np.ndarray = np.ascontiguousarray(codes).view(np.uint8)
     if bits == 4:
         pairs = stored.reshape(len(stored), -1, 2)
@@ -35,3 +38,9 @@ def unpack_awq(words: np.ndarray) -> np.ndarray:
     """AutoAWQ's i32 ``[rows, words]`` → u8 ``[rows, words * 8]`` in the order of columns."""
     nibbles = unpack(words, 4).reshape(len(words), -1, 8)
     return nibbles[..., list(AWQ_ORDER)].reshape(len(words), -1)
+
+
+def pack_awq(codes: np.ndarray) -> np.ndarray:
+    """u8 ``[rows, n]`` of 4 bits, counted from 0 → AutoAWQ's i32 ``[rows, n / 8]``: undone by ``unpack_awq``."""
+    columns = codes.reshape(len(codes), -1, 8)
+    return pack(columns[..., np.argsort(AWQ_ORDER)].reshape(codes.shape), 4)
