@@ -1,5 +1,5 @@
-"""Tensor parallelism against one device: every architecture, and Llama quantised in every way, on 2, 4 and 8 virtual
-CPU devices, as a Markdown table.
+"""Tensor parallelism against one device: every architecture, and Llama quantised in every way and with a float8 KV
+cache, on 2, 4 and 8 virtual CPU devices, as a Markdown table.
 
     python benchmarks/tp_matrix.py                     every case
     python benchmarks/tp_matrix.py --only qwen3 'gptq-*' --devices 2 4
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from octavo.models.errors import ModelConfigError
 from octavo.models.loading.errors import LoadError
 from octavo.models.loading.loader import load_params, resolve_model
 from octavo.models.sharding import split_over
+from octavo.pallas_kernels.float8 import FLOAT8, storage_dtype
 
 GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "models" / "goldens" / "cases.json"
 PROMPTS, DECODE_STEPS = (21, 10), 3
@@ -56,10 +57,13 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, and the method by which it is quantised while it is loaded, if any."""
+    """A checkpoint and how it is served."""
 
     write: Callable[[Path], Any]
     quantization: str | None = None
+    """What ``--quantization`` says."""
+    kv_cache_dtype: str = "float32"
+    """float32, or float8_e4m3fn with the checkpoint's scales."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,28 @@ def eight_heads(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "num_attention_heads": 8, "head_dim": head_dim}
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
-    """A model of that configuration with random weights."""
+def float8_cache() -> Case:
+    """Llama with scales for keys and values, other ones in each layer."""
+    config = cases()["llama"]
+
+    def write(folder: Path) -> None:
+        scales = {
+            f"model.layers.{layer}.self_attn.{part}_scale": 0.02 * (layer + 1 + (part == "v"))
+            for layer in range(config["num_hidden_layers"])
+            for part in "kv"
+        }
+        write_checkpoint(folder, config, scales)
+
+    return Case(write, kv_cache_dtype=FLOAT8.name)
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], numbers: Mapping[str, float] | None = None) -> None:
+    """A model of that configuration with random weights, and with ``numbers`` as tensors of one element."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = ModelConfig.from_dict(config)
     architecture = get_architecture(model.architecture)
-    tensors = {}
+    tensors = {name: np.array([value], np.float32) for name, value in (numbers or {}).items()}
     for mapping in architecture.weight_mappings(architecture.decoder_config(model)):
         for name, shape in zip(mapping.sources, mapping.stored_shapes, strict=True):
             rng = np.random.default_rng(zlib.crc32(name.encode()))
@@ -143,18 +162,23 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def run(folder: Path, num_devices: int, decode_steps: int = DECODE_STEPS, *, quantization: str | None = None) -> Found:
-    """Prefill of two prompts and some decode steps on ``num_devices`` devices."""
+def run(
+    folder: Path,
+    num_devices: int,
+    decode_steps: int = DECODE_STEPS,
+    *,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "float32",
+) -> Found:
+    """Prefill of two prompts and some decode steps on ``num_devices`` devices. The options are those of ``Case``."""
     model = resolve_model(str(folder), quantization=quantization)
     architecture = get_architecture(model.config.architecture)
-    plain = architecture.decoder_config(model.config)
+    plain = replace(architecture.decoder_config(model.config), scales_kv=kv_cache_dtype == FLOAT8.name)
     config, mesh = split_over(plain, num_devices), make_mesh(num_devices)
     params = load_params(model.path, architecture, config, dtype=jnp.float32, mesh=mesh, load_format=model.format)
     graphdef, _ = abstract_params(config, jnp.float32, mesh=mesh)
-    pool = jax.device_put(
-        np.zeros((NUM_BLOCKS, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim), np.float32),
-        NamedSharding(mesh, P(None, None, "tp")),
-    )
+    shape, stored = (NUM_BLOCKS, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim), jnp.dtype(kv_cache_dtype)
+    pool = jax.device_put(np.zeros(shape, storage_dtype(stored)), NamedSharding(mesh, P(None, None, "tp")))
     replicated = NamedSharding(mesh, P())
 
     # Compiling is what takes the time.
@@ -208,12 +232,13 @@ def compare(name: str, case: Case, devices: Sequence[int], limit: float) -> Iter
         checkpoint = Path(folder) / name
         case.write(checkpoint)
         watch(f"{name} on 1 device", limit)
-        expected = run(checkpoint, 1, quantization=case.quantization)
+        served = partial(run, quantization=case.quantization, kv_cache_dtype=case.kv_cache_dtype)
+        expected = served(checkpoint, 1)
         for count in devices:
             watch(f"{name} on {count} devices", limit)
             record: dict[str, Any] = {"case": name, "devices": count}
             try:
-                found = run(checkpoint, count, quantization=case.quantization)
+                found = served(checkpoint, count)
                 record["error"] = found.error_from(expected)
                 record["same_tokens"] = np.array_equal(found.token_ids, expected.token_ids)
             except (ModelConfigError, LoadError) as error:
@@ -248,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a case; default: %(default)s")
     options = parser.parse_args(argv)
     plain = {name: Case(partial(write_checkpoint, config=config)) for name, config in cases().items()}
-    known, kept = plain | quantized_cases(), rows_of(options.resume)
+    known, kept = plain | {"kv-fp8": float8_cache()} | quantized_cases(), rows_of(options.resume)
     for pattern in options.only:
         if not any(fnmatch(name, pattern) for name in known):
             parser.error(f"no case is called {pattern}; known: {', '.join(known)}")

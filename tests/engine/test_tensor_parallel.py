@@ -26,7 +26,7 @@ def run_cases(*groups: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
-    done = run_cases("every_architecture", "hard_to_share", "wrong_orders", "engines")
+    done = run_cases("every_architecture", "hard_to_share", "quantized", "wrong_orders", "engines", "float8_caches")
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -48,6 +48,12 @@ def test_copied_kv_heads_and_a_vocabulary_that_does_not_divide(records):
     assert [record for record in found if not (record["error"] <= TOLERANCE and record["same_tokens"])] == []
 
 
+def test_quantised_models(records):
+    found = of(records, "quantized")
+    assert [record["devices"] for record in found] == [8, 4, 2]
+    assert [record for record in found if not (record["error"] <= TOLERANCE and record["same_tokens"])] == []
+
+
 def test_rows_in_a_wrong_order_would_show(records):
     found = of(records, "wrong_orders")
     assert len(found) == 2
@@ -63,6 +69,15 @@ def test_an_engine_on_two_devices_says_the_same(records):
     assert one["compiles_after_ready"] == two["compiles_after_ready"] == 0
     assert two["prompt_logprobs"][0] is None
     assert two["prompt_logprobs"][1:] == pytest.approx(one["prompt_logprobs"][1:], abs=1e-4)
+
+
+def test_a_float8_cache(records):
+    _, two, four, exact = of(records, "float8_caches")
+    for record in (two, four):
+        assert record["error"] <= TOLERANCE
+        assert record["same_tokens"]
+    assert exact["case"] == "float32"
+    assert exact["error"] > 1e-3
 
 
 def test_a_case_that_hangs_ends_with_its_name():

@@ -44,6 +44,21 @@ def hard_to_share(folder: Path) -> Iterator[dict[str, Any]]:
     yield against_one(folder, "olmo2", 4)
 
 
+def quantized(folder: Path) -> Iterator[dict[str, Any]]:
+    """Through a whole model; ``quantized_shards.py`` has a layer in every way of quantising."""
+    known = tp_matrix.quantized_cases()
+    for name, devices in (("gptq-4-act", 8), ("fp8-blocks-128", 4), ("online-int4", 2)):
+        case = known[name]
+        case.write(folder / name)
+        one, several = (run_quantized(folder / name, count, case.quantization) for count in (1, devices))
+        yield record_of(name, devices, several, one)
+
+
+def run_quantized(checkpoint: Path, devices: int, quantization: str | None) -> Any:
+    tp_matrix.watch(f"{checkpoint.name} on {devices} devices", LIMIT_S)
+    return tp_matrix.run(checkpoint, devices, 1, quantization=quantization)
+
+
 def wrong_orders(folder: Path) -> Iterator[dict[str, Any]]:
     """Rows as on one device, and each shard the other KV head: both must be told apart from what is right."""
     pieces = WeightMapping.pieces
@@ -67,7 +82,10 @@ def wrong_orders(folder: Path) -> Iterator[dict[str, Any]]:
 def against_one(folder: Path, name: str, devices: int, decode_steps: int = 0) -> dict[str, Any]:
     expected = expected_of(folder, name, decode_steps)
     tp_matrix.watch(f"{name} on {devices} devices", LIMIT_S)
-    found = tp_matrix.run(folder / name, devices, decode_steps)
+    return record_of(name, devices, tp_matrix.run(folder / name, devices, decode_steps), expected)
+
+
+def record_of(name: str, devices: int, found: Any, expected: Any) -> dict[str, Any]:
     same = bool(np.array_equal(found.token_ids, expected.token_ids))
     return {"case": name, "devices": devices, "error": found.error_from(expected), "same_tokens": same}
 
@@ -129,6 +147,23 @@ def engines(folder: Path) -> Iterator[dict[str, Any]]:
         }
 
 
+def float8_caches(folder: Path) -> Iterator[dict[str, Any]]:
+    """2 KV heads on 2 devices, and copied to 4; last, on one device, a cache of float32."""
+    case = tp_matrix.float8_cache()
+    case.write(folder / "float8")
+    expected = None
+    for devices, dtype in (
+        (1, case.kv_cache_dtype),
+        (2, case.kv_cache_dtype),
+        (4, case.kv_cache_dtype),
+        (1, "float32"),
+    ):
+        tp_matrix.watch(f"a cache of {dtype} on {devices} devices", LIMIT_S)
+        found = tp_matrix.run(folder / "float8", devices, 1, kv_cache_dtype=dtype)
+        expected = expected or found
+        yield record_of(dtype, devices, found, expected)
+
+
 @contextmanager
 def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
@@ -149,8 +184,10 @@ def hang(folder: Path) -> Iterator[dict[str, Any]]:
 CASES: tuple[Callable[[Path], Iterator[dict[str, Any]]], ...] = (
     every_architecture,
     hard_to_share,
+    quantized,
     wrong_orders,
     engines,
+    float8_caches,
     hang,
 )
 
