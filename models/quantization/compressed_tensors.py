@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .fields import Fields
 from .spec import Activations, WeightSpec
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "dense")
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,13 @@ def _weight_spec(group: Fields, form: str) -> WeightSpec:
     strategy = weights.get("strategy", "tensor" if size is None else "channel" if size == -1 else "group")
     group_size = weights.group_size("group_size") if strategy == "group" else None
     symmetric = weights.boolean("symmetric", True)
-    act_order = weights.get("actorder") in ("group", True)
+    act_order = weights.get("actorder") in ("group", "dynamic", True)
     if strategy not in ("tensor", "channel", "group", "block"):
         weights.refuse("strategy", strategy, "tensor, channel, group, block")
     if weights.get("dynamic", False) is not False:
         weights.refuse("dynamic", weights.get("dynamic"), "false")
+    if form == "naive-quantized":  # either of these two, as the library calls it where activations stay as they are
+        form = "float-quantized" if kind == "float" else "int-quantized"
     if form == "float-quantized":
         if (bits, kind, symmetric) != (8, "float", True):
             weights.refuse("type", f"{kind}{bits}", "symmetric float with 8 bits (e4m3)")
