@@ -5,7 +5,7 @@ Run in an environment of its own with torch, transformers and compressed-tensors
 configuration as it writes it into config.json, and decompresses them again. ``compressed_tensors/CASE.npz`` has
 
 - ``config``: the configuration as JSON, and ``versions``;
-- ``stored/MODULE.TENSOR``: what a checkpoint holds, types that NumPy lacks as integers; ``dtypes`` is JSON of all types;
+- ``stored/MODULE.TENSOR``: what a checkpoint holds, types that NumPy lacks as integers; all in ``dtypes``, JSON;
 - ``plain/MODULE``: f32 [out, in], what the library decompresses that to.
 
 ``pack-4-act-order`` takes a release before 0.20, in which the library left it off; the others take the current one.
@@ -155,9 +155,7 @@ def make(case: str) -> None:
         HERE / f"{case}.npz",
         config=np.array(json.dumps(config)),
         versions=np.array(f"compressed-tensors {__version__}, torch {torch.__version__}, numpy {np.__version__}"),
-        dtypes=np.array(
-            json.dumps({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in stored.items()})
-        ),
+        dtypes=np.array(json.dumps(types)),
         **{f"stored/{name}": to_numpy(tensor) for name, tensor in stored.items()},
         **{f"plain/{name}": values for name, values in plain.items()},
     )
