@@ -80,6 +80,28 @@ def test_a_float8_cache(records):
     assert exact["error"] > 1e-3
 
 
+HANGS = """
+import ctypes
+
+def test_that_hangs():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_test_that_hangs_in_native_code_ends_with_its_name(tmp_path):
+    """As a deadlock of XLA's would: no signal reaches Python, and nobody else gets its lock."""
+    (tmp_path / "test_native.py").write_text(HANGS)
+    config = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--confcutdir", str(tmp_path))
+    limits = ("-o", "timeout=0.5", "-o", "faulthandler_timeout=1.5")
+    command = [sys.executable, "-m", "pytest", *config, *limits, str(tmp_path / "test_native.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "Timeout (0:00:01.500000)!" in done.stderr
+    assert 'test_native.py", line 7 in test_that_hangs' in done.stderr
+
+
 def test_a_case_that_hangs_ends_with_its_name():
     done = run_cases("hang")
     assert done.returncode != 0
