@@ -177,21 +177,21 @@ class GroupedTask:
         layer_bytes = 2 * 3 * self.num_experts * self.hidden * self.ffn
         layers = [self.make_experts(i) for i in range(max(2, min(MAX_LAYERS, WEIGHT_BYTES // layer_bytes)))]
         x = normal((self.num_rows, self.hidden), self.dtype, 0)
-        program = compile_candidate(partial(self.chain, tiles=config), x, layers, self.group_sizes())
-        sizes = jnp.asarray(self.group_sizes())
-        return (time_calls(lambda x: program(x, layers, sizes), x) / len(layers),)
+        program = compile_candidate(partial(self.chain, tiles=config), x, layers, self.group_ends())
+        ends = jnp.asarray(self.group_ends())
+        return (time_calls(lambda x: program(x, layers, ends), x) / len(layers),)
 
     def chain(
         self,
         x: jax.Array,
         layers: list[tuple[jax.Array, jax.Array]],
-        group_sizes: jax.Array,
+        group_ends: jax.Array,
         tiles: MosaicTiles,
         interpret: Any = None,
     ) -> jax.Array:
         """Layers after one another, what is planned for each included."""
         for gate_up, down in layers:
-            items: GroupItems = plan_items(group_sizes, len(x), tiles.rows)
+            items: GroupItems = plan_items(group_ends, len(x), tiles.rows)
             product = partial(grouped_matmul, items=items, tiles=tiles, interpret=interpret)
             gate, up = jnp.split(product(x, gate_up), 2, axis=1)
             result = product(jax.nn.silu(gate) * up, down)
@@ -204,10 +204,10 @@ class GroupedTask:
         gate_up, down = (normal(shape, self.dtype, 2 * seed + i) for i, shape in enumerate(shapes))
         return gate_up * self.hidden**-0.5, down * self.ffn**-0.5
 
-    def group_sizes(self) -> np.ndarray:
-        """As if each row chose its expert at random."""
-        rng = np.random.default_rng(0)
-        return np.bincount(rng.integers(self.num_experts, size=self.num_rows), minlength=self.num_experts).astype("i4")
+    def group_ends(self) -> np.ndarray:
+        """As if each row chose its expert at random; i32 ``[E]``."""
+        chosen = np.random.default_rng(0).integers(self.num_experts, size=self.num_rows)
+        return np.bincount(chosen, minlength=self.num_experts).cumsum(dtype=np.int32)
 
 
 def _two(x: jax.Array) -> jax.Array:

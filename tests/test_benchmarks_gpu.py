@@ -241,22 +241,23 @@ def test_rows_of_experts_and_what_they_cost_by_counting():
     touched = sum(1 for size in sizes if size)
     weights = 3 * 16 * 8
     assert case.work(sizes) == {"flops": 9 * 2 * weights, "bytes": 2 * (touched * weights + 9 * 2 * 16)}
-    assert grouped.edge_rows(np.array([0, 3, 1, 0, 2])).tolist() == [0, 2, 3, 4, 5]
+    assert grouped.edge_rows(np.cumsum([0, 3, 1, 0, 2])).tolist() == [0, 2, 3, 4, 5]
 
 
 def test_an_experts_result_that_is_anothers_fails():
     (case,) = grouped.SMOKE_CASES[grouped.TINY]
-    rows, sizes = grouped.make_rows(case)
-    experts, edges = grouped.make_experts(case.shape, 0), grouped.edge_rows(sizes)
-    wanted = np.asarray(grouped.reference(rows, *experts, jnp.asarray(sizes), jnp.asarray(edges)))
+    rows, ends = grouped.make_rows(case)
+    experts, edges = grouped.make_experts(case.shape, 0), grouped.edge_rows(ends)
+    wanted = np.asarray(grouped.reference(rows, *experts, jnp.asarray(ends), jnp.asarray(edges)))
     gate_up, down = (np.asarray(weight, np.float32) for weight in experts)
     for row, found in zip(edges, wanted, strict=True):
-        expert = np.repeat(np.arange(case.shape.num_experts), sizes)[row]
+        expert = np.searchsorted(ends, row, side="right")
         gate, up = np.split(gate_up[expert] @ np.asarray(rows[row], np.float32), 2)
         assert down[expert] @ (gate / (1 + np.exp(-gate)) * up) == pytest.approx(found, abs=1e-4)
-    found = np.asarray(grouped.of(case)["loop"](rows, *experts, jnp.asarray(sizes)), np.float32)[edges]
+    found = np.asarray(grouped.of(case)["loop"](rows, *experts, jnp.asarray(ends)), np.float32)[edges]
     assert "error" not in grouped.compare(case, "loop", found, wanted)
-    moved = np.asarray(grouped.reference(rows, *experts, jnp.asarray(np.roll(sizes, 1)), jnp.asarray(edges)))
+    sizes = np.roll(np.diff(ends, prepend=0), 1)
+    moved = np.asarray(grouped.reference(rows, *experts, jnp.asarray(sizes.cumsum()), jnp.asarray(edges)))
     assert "error" in grouped.compare(case, "loop", moved, wanted)
 
 

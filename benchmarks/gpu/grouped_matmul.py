@@ -31,7 +31,7 @@ COMPILE_THREADS = 8
 TOLERANCE = 2e-2
 
 Implementation = Callable[..., jax.Array]
-"""(rows, gate_up, down, group_sizes) -> results."""
+"""(rows, gate_up, down, group_ends) -> results."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def run(report: Report, options: Options) -> None:
         with ThreadPoolExecutor(1 if options.smoke else COMPILE_THREADS) as pool:
             arrays = [make_rows(case) for case in cases]
             compiled = [
-                {name: pool.submit(_compile, function, rows, layers, sizes) for name, function in of(case).items()}
-                for case, (rows, sizes) in zip(cases, arrays, strict=True)
+                {name: pool.submit(_compile, function, rows, layers, ends) for name, function in of(case).items()}
+                for case, (rows, ends) in zip(cases, arrays, strict=True)
             ]
             for case, given, programs in zip(cases, arrays, compiled, strict=True):
                 _measure(report, case, given, layers, programs, smoke=options.smoke)
@@ -123,8 +123,9 @@ def of(case: Case) -> dict[str, Implementation]:
     return {**found, "ragged_dot": ragged_dot_mlp} if case.times_ragged_dot else found
 
 
-def ragged_dot_mlp(rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: jax.Array) -> jax.Array:
+def ragged_dot_mlp(rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_ends: jax.Array) -> jax.Array:
     """By ``jax.lax.ragged_dot``."""
+    sizes = jnp.diff(group_ends, prepend=0)
     gate, up = jnp.split(jax.lax.ragged_dot(rows, gate_up.swapaxes(1, 2), sizes), 2, axis=1)
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down.swapaxes(1, 2), sizes)
 
@@ -143,23 +144,23 @@ def _normal(shape: tuple[int, ...], deviation: float, seed: int) -> jax.Array:
 
 
 def make_rows(case: Case) -> tuple[jax.Array, np.ndarray]:
-    """Rows ``[A, D]``, of which those past the groups are NaN, and the groups' sizes."""
-    sizes = case.group_sizes()
+    """Rows ``[A, D]``, of which those past the groups are NaN, and the groups' ends."""
+    ends = case.group_sizes().cumsum(dtype=np.int32)
     rows = _normal((case.num_rows, case.shape.hidden), 1.0, 99)
-    return rows.at[int(sizes.sum()) :].set(jnp.nan), sizes
+    return rows.at[int(ends[-1]) :].set(jnp.nan), ends
 
 
-def _compile(function: Implementation, rows: jax.Array, layers: list[Experts], sizes: np.ndarray) -> Any:
-    def chain(rows: jax.Array, layers: list[Experts], sizes: jax.Array) -> Carry:
+def _compile(function: Implementation, rows: jax.Array, layers: list[Experts], ends: np.ndarray) -> Any:
+    def chain(rows: jax.Array, layers: list[Experts], ends: jax.Array) -> Carry:
         outputs = []
         for experts in layers:
-            outputs.append(function(rows, *experts, sizes))
+            outputs.append(function(rows, *experts, ends))
             # Of two rows: of one, XLA makes a copy on another stream, which cuts the command buffer in pieces.
             rows = rows.at[jnp.arange(2), :8].set(outputs[-1][:2, :8])
         return Carry(rows, outputs[0])
 
     options = step_compiler_options(jax.default_backend()) or None
-    return jax.jit(chain, donate_argnums=0).lower(rows, layers, sizes).compile(compiler_options=options)
+    return jax.jit(chain, donate_argnums=0).lower(rows, layers, ends).compile(compiler_options=options)
 
 
 def _measure(
@@ -172,12 +173,13 @@ def _measure(
     smoke: bool,
 ) -> None:
     """Errors first, then times."""
-    rows, sizes = given
+    rows, ends = given
     if obstacle := mosaic_obstacle():
         report.skip_figure(case.name, obstacle, implementation="mosaic")
-    compared = edge_rows(sizes)
-    wanted = np.asarray(reference(rows, *layers[0], jnp.asarray(sizes), jnp.asarray(compared)))
-    on_device = jnp.asarray(sizes)
+    compared = edge_rows(ends)
+    on_device = jnp.asarray(ends)
+    wanted = np.asarray(reference(rows, *layers[0], on_device, jnp.asarray(compared)))
+    facts = {"rows": int(ends[-1]), **case.work(np.diff(ends, prepend=0))}
     for name, future in programs.items():
         with report.guard(case.name, implementation=name):
             program = future.result()
@@ -186,28 +188,29 @@ def _measure(
             call = partial(_next, program, layers, on_device)
             timing = time_chain(call, carry, jax.block_until_ready, smoke=smoke)
             figures = timing.microseconds(per=len(layers))
-            report.add(case.name, implementation=name, rows=int(sizes.sum()), **case.work(sizes), **figures)
+            report.add(case.name, implementation=name, **facts, **figures)
 
 
-def _next(program: Any, layers: list[Experts], sizes: jax.Array, carry: Carry) -> Carry:
-    return program(carry.rows, layers, sizes)
+def _next(program: Any, layers: list[Experts], ends: jax.Array, carry: Carry) -> Carry:
+    return program(carry.rows, layers, ends)
 
 
-def edge_rows(group_sizes: np.ndarray) -> np.ndarray:
+def edge_rows(group_ends: np.ndarray) -> np.ndarray:
     """The first and the last row of each group: where tiles of rows go wrong."""
-    ends, used = np.cumsum(group_sizes), group_sizes > 0
-    return np.unique(np.concatenate([(ends - group_sizes)[used], ends[used] - 1]))
+    starts = np.append(0, group_ends[:-1])
+    used = starts < group_ends
+    return np.unique(np.concatenate([starts[used], group_ends[used] - 1]))
 
 
 @jax.jit
-def reference(rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: jax.Array, chosen: jax.Array) -> jax.Array:
+def reference(rows: jax.Array, gate_up: jax.Array, down: jax.Array, ends: jax.Array, chosen: jax.Array) -> jax.Array:
     """Results of the rows ``chosen`` i32 ``[N]``, f32 ``[N, D]``, each by its expert alone."""
 
     def product(weight: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.matmul(weight.astype(jnp.float32), x, precision=jax.lax.Precision.HIGHEST)
 
     def one(row: jax.Array) -> jax.Array:
-        expert = jnp.sum(jnp.cumsum(sizes) <= row)
+        expert = jnp.sum(ends <= row)
         gate, up = jnp.split(product(gate_up[expert], rows[row].astype(jnp.float32)), 2)
         return product(down[expert], jax.nn.silu(gate) * up)
 

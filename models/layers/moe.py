@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BLOCK_ROWS = 64
 """Of a product with one expert's weights."""
+MAX_PAIRED_ROWS = 4096
+"""Rows that are put in order by comparing each with each: 16 million comparisons are less than sorting takes."""
 
 
 class Routing(NamedTuple):
@@ -37,36 +40,60 @@ class Routing(NamedTuple):
     """i32 ``[T, experts_per_token]``: the row of each token's choices."""
     weights: jax.Array
     """f32 ``[T, experts_per_token]``: what each choice counts."""
-    group_sizes: jax.Array
-    """i32 ``[E]``: rows of each expert; their sum leaves out padding."""
+    group_ends: jax.Array
+    """i32 ``[E]``: the row after each expert's last; the last of them leaves out padding."""
     live: jax.Array
     """bool ``[T]``: not padding."""
 
 
-def route(logits: jax.Array, live: jax.Array, spec: MoESpec) -> Routing:
+def route(logits: jax.Array, live: jax.Array, spec: MoESpec, *, by_pairs: bool = False) -> Routing:
     """Router logits f32 ``[T, E]`` → the experts of each token; ``live`` bool ``[T]`` is false for padding.
 
     Probabilities are over all experts, as the supported families have it, and the best are picked after. Padding is
-    sent to none, so it neither costs a read of weights nor can spoil a row.
+    sent to none, so it neither costs a read of weights nor can spoil a row. ``by_pairs``: for a GPU, where sorting a
+    few hundred rows and adding up are launches of little work; the result is the same.
     """
+    chosen = spec.experts_per_token
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, spec.experts_per_token)
+    weights, experts = jax.lax.top_k(probabilities, chosen)
     if spec.normalize_weights:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        # Added up one by one, which is not a launch of its own.
+        weights = weights / sum(weights[:, i : i + 1] for i in range(chosen))
     experts = jnp.where(live[:, None], experts, spec.num_experts).astype(jnp.int32).reshape(-1)
+    in_order = _order_by_pairs if by_pairs and len(experts) <= MAX_PAIRED_ROWS else _order_by_sorting
+    places, order, group_ends = in_order(experts, spec.num_experts)
+    return Routing(order // chosen, places.reshape(weights.shape), weights, group_ends, live)
+
+
+def _order_by_sorting(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """i32 ``[A]``, of which ``num_experts`` is nobody's → the place of each element among them, equal ones in their
+    order; what is at each place; and where each expert's end, i32 ``[E]``."""
+    rows = jnp.arange(len(experts), dtype=jnp.int32)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    rows = jnp.arange(len(order), dtype=jnp.int32)
     places = jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True)
-    group_sizes = jnp.sum(experts[:, None] == jnp.arange(spec.num_experts), axis=0, dtype=jnp.int32)
-    return Routing(order // spec.experts_per_token, places.reshape(weights.shape), weights, group_sizes, live)
+    group_ends = jnp.sum(experts <= jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32)
+    return places, order, group_ends
+
+
+def _order_by_pairs(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same by counting what comes before each: three launches. Sums are along the last axis, for XLA writes the
+    comparisons of others to memory first; and so it does where it would have to work the keys out for each pair."""
+    count = len(experts)
+    rows = np.arange(count, dtype=np.int32)
+    keys = jax.lax.optimization_barrier(experts * count + rows)
+    bounds = jnp.concatenate([keys, np.arange(1, num_experts + 1, dtype=np.int32) * count])
+    before = jnp.sum(keys < bounds[:, None], axis=1, dtype=jnp.int32)
+    places, group_ends = before[:count], before[count:]
+    order = jnp.sum(jnp.where(places == rows[:, None], rows, 0), axis=1, dtype=jnp.int32)
+    return places, order, group_ends
 
 
 def grouped_mlp_mosaic(
-    x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array, *, activation: Activation, interpret: Any
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, group_ends: jax.Array, *, activation: Activation, interpret: Any
 ) -> jax.Array:
     """As ``grouped_mlp``, by a kernel for Hopper; rows past the last group may be NaN. ``interpret`` is for a CPU."""
-    tiles = mosaic_tiles(len(x), len(group_sizes), (gate_up.shape[1], down.shape[1]), interpret)
-    items = plan_items(group_sizes, len(x), tiles.rows)
+    tiles = mosaic_tiles(len(x), len(group_ends), (gate_up.shape[1], down.shape[1]), interpret)
+    items = plan_items(group_ends, len(x), tiles.rows)
     product = partial(grouped_matmul, items=items, tiles=tiles, interpret=interpret)
     hidden = product(x, gate_up)
     gate, up = jnp.split(hidden, 2, axis=1)
@@ -74,24 +101,25 @@ def grouped_mlp_mosaic(
 
 
 def grouped_mlp(
-    x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array, *, activation: Activation
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, group_ends: jax.Array, *, activation: Activation
 ) -> jax.Array:
     """Each group of rows through its expert's MLP; for any device.
 
-    ``x [A, D]`` sorted by expert, ``gate_up [E, 2F, D]`` (gate's rows, then up's), ``down [E, D, F]``, ``group_sizes``
+    ``x [A, D]`` sorted by expert, ``gate_up [E, 2F, D]`` (gate's rows, then up's), ``down [E, D, F]``, ``group_ends``
     i32 ``[E]`` → ``[A, D]``. Rows past the last group are arbitrary but finite if x is. A loop over blocks of rows, as
     many as there are: a group's last block reaches into the next groups' rows, which are overwritten in their turn.
     """
     num_rows, num_experts, ffn = x.shape[0], gate_up.shape[0], down.shape[2]
     size = block_rows(num_rows, num_experts)
-    blocks = -(-group_sizes // size)
-    block_ends, group_ends = jnp.cumsum(blocks), jnp.cumsum(group_sizes)
+    group_starts = jnp.pad(group_ends, (1, 0))[:-1]
+    blocks = -(-(group_ends - group_starts) // size)
+    block_ends = jnp.cumsum(blocks)
     padded = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(index: jax.Array, written: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(block_ends, index, side="right", method="compare_all")
         block = index - (block_ends[expert] - blocks[expert])
-        row = group_ends[expert] - group_sizes[expert] + block * size
+        row = group_starts[expert] + block * size
         rows = jax.lax.dynamic_slice_in_dim(padded, row, size)
         hidden = matmul(rows, jax.lax.dynamic_index_in_dim(gate_up, expert, keepdims=False))
         hidden = ACTIVATIONS[activation](hidden[:, :ffn]) * hidden[:, ffn:]
@@ -160,7 +188,7 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array, live: jax.Array) -> jax.Array:
         """``x [T, D]``; ``live`` bool ``[T]``: false for padding, whose rows come out as those of the shared MLP."""
-        routing = route(self.router.float32(x), live, self.spec)
+        routing = route(self.router.float32(x), live, self.spec, by_pairs=self.placement.implementation == "mosaic")
         mixed = self._mix
         if self.placement.num_shards > 1:
             mixed = jax.shard_map(
@@ -178,7 +206,7 @@ class MoE(nnx.Module):
     def _mix(self, x: jax.Array, gate_up: jax.Array, down: jax.Array, routing: Routing) -> jax.Array:
         """→ ``[T, D]``; on several shards each computes its share of every expert, and all add up."""
         rows = jnp.take(x, routing.tokens, axis=0, mode="clip")
-        rows = self._grouped_mlp(rows, gate_up, down, routing.group_sizes, activation=self.activation)
+        rows = self._grouped_mlp(rows, gate_up, down, routing.group_ends, activation=self.activation)
         chosen = jnp.take(rows, routing.places, axis=0, mode="clip")
         # The rows of padding were not computed.
         weighted = jnp.where(routing.live[:, None, None], chosen.astype(jnp.float32) * routing.weights[..., None], 0.0)

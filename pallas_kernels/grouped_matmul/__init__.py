@@ -27,7 +27,7 @@ def grouped_matmul(
     Args:
       x: ``[A, in]``, rows of group 0 first, then those of group 1, …; bfloat16 or float16.
       weight: ``[E, out, in]``, in x's type.
-      items: ``plan_items`` of the groups' sizes, for these tiles. One plan serves all products of a layer.
+      items: ``plan_items`` of the groups' ends, for these tiles. One plan serves all products of a layer.
       tiles: ``mosaic_tiles``.
       interpret: on a CPU, ``dispatch.gpu_interpreter()``.
 

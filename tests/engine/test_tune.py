@@ -110,7 +110,6 @@ def test_products_of_a_model_and_of_a_devices_share():
     """qkv, o, gate and up, down: those with packed weights only, and experts."""
     assert titles("llama-3-8b") == []
     found = titles("llama-3-8b", quantization="int8")
-    print(found)
     assert {title.partition(", groups")[0].split("w8a16 ")[1] for title in found} == {
         "6144 x 4096",
         "4096 x 4096",

@@ -18,23 +18,32 @@ from octavo.pallas_kernels.grouped_matmul import (
     plan_items,
     tiles_obstacle,
 )
+from octavo.pallas_kernels.grouped_matmul.items import num_items
 
 NEEDS_MOSAIC = pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
 SIZES = {"uneven": (3, 0, 70, 1), "one": (0, 128, 0), "none": (0, 0), "long": (130, 5, 0, 64), "single rows": (1,) * 5}
+SIZES["many groups, few rows"] = (0,) * 9 + (2, 0, 1) + (0,) * 8
+SIZES["on the edge of a run"] = (64, 64, 0, 128, 1, 63)
+
+
+def ends_of(sizes: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(np.cumsum(sizes), jnp.int32)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("rows", [64, 128])
-def test_every_row_is_in_one_item_of_its_group(sizes: tuple[int, ...], rows: int) -> None:
-    num_rows = sum(sizes) + 3
-    items = plan_items(jnp.asarray(sizes, jnp.int32), num_rows, rows)
+@pytest.mark.parametrize("padding", [0, 3, 200])
+def test_every_row_is_in_one_item_of_its_group(sizes: tuple[int, ...], rows: int, padding: int) -> None:
+    num_rows = sum(sizes) + padding
+    items = plan_items(ends_of(sizes), num_rows, rows)
+    assert items.group.shape == (num_items(num_rows, len(sizes), rows),)
     found = [
         (row, group)
         for group, first, count in zip(*(np.asarray(field) for field in items), strict=True)
         for row in range(first, first + count)
     ]
     assert found == list(enumerate(np.repeat(np.arange(len(sizes)), sizes)))
-    assert max(np.asarray(items.num_rows)) <= rows
+    assert max(np.asarray(items.num_rows), default=0) <= rows
 
 
 def inputs(sizes: tuple[int, ...], dtype: str, out_size: int = 128) -> tuple[jax.Array, jax.Array, np.ndarray]:
@@ -69,7 +78,7 @@ def test_interpreted_without_races(sizes: tuple[int, ...], tiles: MosaicTiles, d
     plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     x, weight, expected = inputs(sizes, dtype)
-    items = plan_items(jnp.asarray(sizes, jnp.int32), len(x), tiles.rows)
+    items = plan_items(ends_of(sizes), len(x), tiles.rows)
     assert error_of(grouped_matmul(x, weight, items, tiles=tiles, interpret=interpret), expected) < 5e-3
     moved = items._replace(group=jnp.roll(items.group, 1))
     assert error_of(grouped_matmul(x, weight, moved, tiles=tiles, interpret=interpret), expected) > 0.5
@@ -89,7 +98,7 @@ def test_compiles_for_an_h200(num_rows: int, num_groups: int, in_size: int, out_
         return grouped_matmul(x, weight, items, tiles=tiles)
 
     items = jax.eval_shape(
-        lambda sizes: plan_items(sizes, num_rows, tiles.rows), jax.ShapeDtypeStruct((num_groups,), jnp.int32)
+        lambda ends: plan_items(ends, num_rows, tiles.rows), jax.ShapeDtypeStruct((num_groups,), jnp.int32)
     )
     x = jax.ShapeDtypeStruct((num_rows, in_size), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((num_groups, out_size, in_size), jnp.bfloat16)
@@ -111,7 +120,7 @@ def test_what_does_not_fit_refuses() -> None:
     assert "[192, 64]" in str(tiles_obstacle(64, 192, "bfloat16", tiles))
     assert tiles_obstacle(64, 192, "bfloat16", replace(tiles, tile_out=64)) is None
     x, weight, _ = inputs((2, 3), "bfloat16", out_size=96)
-    items = plan_items(jnp.asarray((2, 3), jnp.int32), len(x), tiles.rows)
+    items = plan_items(ends_of((2, 3)), len(x), tiles.rows)
     with pytest.raises(ValueError, match=r"\[96, 320\]"):
         grouped_matmul(x, weight, items, tiles=tiles)
     with pytest.raises(ValueError, match="in groups"):

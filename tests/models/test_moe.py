@@ -1,5 +1,6 @@
 """A mixture of experts against every expert applied to every token; padding; and what it takes in memory."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from octavo.models.decoder_config import DecoderConfig, LayerSpec, MoESpec
 from octavo.models.errors import ModelConfigError
 from octavo.models.layers.moe import MoE, block_rows, choose_grouped_mlp, grouped_mlp, route
 from octavo.models.sharding import Placement
+from octavo.pallas_kernels.aot import aot_missing, compile_for
 
 HIDDEN, FFN, EXPERTS, CHOSEN = 32, 48, 6, 2
 SPECS = {
@@ -99,7 +101,7 @@ def test_padding_goes_to_no_expert_and_harms_nobody(value: float) -> None:
     assert error_of(found[live], dense(x[live], params, spec)) < 1e-5
     assert not found[~live].any()
     routing = route(jnp.asarray(x) @ params["router"]["weight"].T, jnp.asarray(live), spec)
-    assert int(routing.group_sizes.sum()) == CHOSEN * live.sum()
+    assert int(routing.group_ends[-1]) == CHOSEN * live.sum()
 
 
 def test_no_token_at_all() -> None:
@@ -111,11 +113,36 @@ def test_router_sums_in_float32() -> None:
     """Two experts whose logits differ by less than bfloat16 resolves: the better one is found."""
     spec = MoESpec(2, 1, FFN)
     logits = jnp.asarray([[100.0, 100.1]], jnp.float32)
-    assert np.asarray(route(logits, jnp.ones(1, bool), spec).group_sizes).tolist() == [0, 1]
-    assert np.asarray(route(logits.astype(jnp.bfloat16), jnp.ones(1, bool), spec).group_sizes).tolist() == [1, 0]
+    assert np.asarray(route(logits, jnp.ones(1, bool), spec).group_ends).tolist() == [0, 1]
+    assert np.asarray(route(logits.astype(jnp.bfloat16), jnp.ones(1, bool), spec).group_ends).tolist() == [1, 1]
     config = DecoderConfig(64, HIDDEN, FFN, 4, 4, 8, (LayerSpec(None, moe=spec),), 1e-6)
     moe = MoE(config, spec, dtype=jnp.dtype(jnp.bfloat16), placement=Placement())
     assert moe.router.float32(jnp.ones((1, HIDDEN), jnp.bfloat16)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize("spoiled", [False, True], ids=["finite", "some not finite"])
+def test_rows_are_put_in_order_alike_by_sorting_and_by_pairs(tokens: int, spoiled: bool) -> None:
+    """To the bit, and as NumPy has it: experts in order, an expert's rows in the order of their tokens."""
+    spec, rng = SPECS["normalised"], np.random.default_rng(tokens)
+    logits = rng.standard_normal((tokens, EXPERTS)).astype(np.float32)
+    live = rng.random(tokens) < 0.7
+    if spoiled:
+        logits[::3] = np.nan
+        logits[1::4, 2] = np.inf
+    sorting, pairs = (route(jnp.asarray(logits), jnp.asarray(live), spec, by_pairs=way) for way in (False, True))
+    for left, right in zip(sorting, pairs, strict=True):
+        np.testing.assert_array_equal(left, right)
+    places, starts = np.asarray(pairs.places), np.append(0, pairs.group_ends)
+    assert sorted(places.ravel()) == list(range(tokens * CHOSEN))
+    assert (np.asarray(pairs.tokens)[places] == np.arange(tokens)[:, None]).all()
+    assert (places[live] < starts[-1]).all()
+    assert (places[~live] >= starts[-1]).all()
+    for start, end in itertools.pairwise(starts):
+        assert (np.diff(np.asarray(pairs.tokens)[start:end]) > 0).all()
+    if not spoiled:
+        expert = np.searchsorted(starts[1:], places[live], side="right")
+        assert (expert == np.argsort(-logits[live], axis=1, kind="stable")[:, :CHOSEN]).all()
 
 
 def test_nothing_of_all_tokens_times_all_experts() -> None:
@@ -154,6 +181,25 @@ def test_experts_the_kernel_cannot_serve_are_multiplied_in_plain_jax(
     caplog.clear()
     assert choose_grouped_mlp(2048, 768, jnp.dtype(jnp.float32), mosaic) is grouped_mlp
     assert "float32" in caplog.text
+
+
+@pytest.mark.skipif(aot_missing() is not None, reason=str(aot_missing()))
+def test_what_a_layer_launches_on_an_h200() -> None:
+    """Of Qwen3-30B-A3B, 64 tokens: the router, softmax and top-k; four launches that put rows in order and cut them up;
+    the rows; two products with the activation between them; the sum."""
+    spec = MoESpec(128, 8, 768)
+    config = DecoderConfig(64, 2048, 768, 4, 4, 8, (LayerSpec(None, moe=spec),), 1e-6)
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    moe = nnx.eval_shape(lambda: MoE(config, spec, dtype=bfloat16, placement=Placement("mosaic")))
+    graphdef, state = nnx.split(moe)
+
+    def layer(params: Any, x: jax.Array, live: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, params)(x, live)
+
+    x, live = jax.ShapeDtypeStruct((64, 2048), bfloat16), jax.ShapeDtypeStruct((64,), jnp.bool_)
+    report = compile_for("h200", layer, nnx.to_pure_dict(state), x, live)
+    assert sum(report.launches.values()) <= 13, report.thunks
+    assert [kernel.spill_bytes for kernel in report.kernels] == [0] * len(report.kernels)
 
 
 @pytest.mark.parametrize(
