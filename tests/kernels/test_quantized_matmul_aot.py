@@ -9,7 +9,7 @@ import pytest
 
 from octavo.pallas_kernels.aot import CompileReport, KernelResources, aot_missing, compile_for
 from octavo.pallas_kernels.compat import mosaic_missing
-from octavo.pallas_kernels.quantized_matmul import float8_matmul, quantized_matmul
+from octavo.pallas_kernels.quantized_matmul import float8_matmul, quantized_matmul, xla
 
 if reason := mosaic_missing() or aot_missing():
     pytest.skip(reason, allow_module_level=True)
@@ -88,6 +88,30 @@ def test_many_tokens_widen_the_weight_once():
     many = report(name, 512)
     assert not many.kernels
     assert many.temp_bytes >= 2 * 6144 * 4096
+
+
+def test_weights_are_widened_in_their_turn(monkeypatch):
+    """A few layers of many tokens keep one or two weights in bfloat16 at a time, however many layers there are. Without
+    the barrier XLA widens them all first."""
+
+    def weights_at_a_time(size: int) -> float:
+        weight = (
+            jax.ShapeDtypeStruct((size, size // 8), jnp.int32),
+            jax.ShapeDtypeStruct((size, size // 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((size, size // 128), jnp.int8),
+        )
+
+        def layers(x, *weights):
+            for packed, scale, zero in weights:
+                x = quantized_matmul(x, packed, scale, zero, bits=4, group_size=128, implementation="mosaic")
+            return x
+
+        tokens = jax.ShapeDtypeStruct((512, size), jnp.bfloat16)
+        return compile_for("h200", layers, tokens, *[weight] * 6).temp_bytes / (2 * size * size)
+
+    assert weights_at_a_time(2048) <= 2.5
+    monkeypatch.setattr(xla.lax, "optimization_barrier", lambda arrays: arrays)
+    assert weights_at_a_time(2176) >= 6
 
 
 def widened_first(x, x_scale, weight, weight_scale):
