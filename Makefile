@@ -10,6 +10,7 @@
 
 ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_PROCESSES ?= 2
 EXTRAS ?= dev
 VENV ?= .venv
 SERVE_VENV ?= .venv-serve
@@ -73,8 +74,9 @@ format: $(VENV)/.dependencies
 typecheck: install
 	$(VENV)/bin/mypy -p octavo
 
+# A file's tests run in one process, one behind the other.
 pytest: install
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 bench: install
 	$(VENV)/bin/python benchmarks/offline.py $(ARGS)
