@@ -50,7 +50,7 @@ def test_copied_kv_heads_and_a_vocabulary_that_does_not_divide(records):
 
 def test_quantised_models(records):
     found = of(records, "quantized")
-    assert [record["devices"] for record in found] == [8, 4, 2]
+    assert [record["devices"] for record in found] == [8, 4]
     assert [record for record in found if not (record["error"] <= TOLERANCE and record["same_tokens"])] == []
 
 

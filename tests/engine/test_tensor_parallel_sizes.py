@@ -15,6 +15,8 @@ from octavo.engine.memory import CPU_POOL_BYTES
 from octavo.models.architectures.base import WeightMapping
 from octavo.models.decoder_config import DecoderConfig, LayerSpec, MoESpec
 from octavo.models.errors import ModelConfigError
+from octavo.models.quantization.spec import WeightSpec
+from octavo.models.quantization.weights import empty_weight
 from octavo.models.sharding import as_in_checkpoint, split_over
 from octavo.pallas_kernels.dispatch import Device
 
@@ -108,6 +110,17 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(launch.jax, "devices", lambda: devices)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 4 .* has 2 \(gpu: H200\)"):
         launch.make_mesh(4)
+
+
+@pytest.mark.parametrize(("bits", "in_size", "step"), [(4, 96, 8), (3, 96, 8), (8, 80, 4)])
+def test_quantised_columns_that_do_not_fill_words_are_refused(bits, in_size, step):
+    """Of words of 32 bits, a device has whole ones."""
+    spec = WeightSpec("gptq", "int", bits=bits, group_size=32)
+    with pytest.raises(
+        ModelConfigError, match=f"{in_size} input columns over 8 devices: .* a multiple of {step} columns"
+    ):
+        empty_weight((spec,), (64,), in_size, np.float32, input_shards=8)
+    assert empty_weight((spec,), (64,), in_size, np.float32, input_shards=2).shape == (64, in_size)
 
 
 def test_interpreted_kernels_have_one_device():

@@ -47,7 +47,7 @@ def hard_to_share(folder: Path) -> Iterator[dict[str, Any]]:
 def quantized(folder: Path) -> Iterator[dict[str, Any]]:
     """Through a whole model; ``quantized_shards.py`` has a layer in every way of quantising."""
     known = tp_matrix.quantized_cases()
-    for name, devices in (("gptq-4-act", 8), ("fp8-blocks-128", 4), ("online-int4", 2)):
+    for name, devices in (("gptq-4-act", 8), ("fp8-blocks-128", 4)):
         case = known[name]
         case.write(folder / name)
         one, several = (run_quantized(folder / name, count, case.quantization) for count in (1, devices))
