@@ -165,9 +165,12 @@ def _compressed(form: str, weights: dict[str, Any], **more: Any) -> dict[str, An
     }
 
 
-def pack_quantized(bits: int, group: int, *, symmetric: bool) -> Case:
+def pack_quantized(bits: int, group: int, *, symmetric: bool, actorder: bool = False) -> Case:
     def store(weight: np.ndarray) -> Packed:
-        codes, scales, zeros, plain = integers(weight, bits, group, symmetric=symmetric)
+        index = np.arange(weight.shape[1]) // group
+        if actorder:
+            index = np.random.default_rng(len(weight)).permutation(index)
+        codes, scales, zeros, plain = integers(weight, bits, group, symmetric=symmetric, order=index)
         tensors = {
             "weight_packed": words(codes, bits),
             "weight_scale": scales,
@@ -175,9 +178,12 @@ def pack_quantized(bits: int, group: int, *, symmetric: bool) -> Case:
         }
         if not symmetric:
             tensors["weight_zero_point"] = np.ascontiguousarray(words(zeros.T, bits).T)
+        if actorder:
+            tensors["weight_g_idx"] = index.astype(np.int32)
         return tensors, plain
 
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    weights |= {"actorder": "group"} if actorder else {}
     return Case(_compressed("pack-quantized", weights), store)
 
 
@@ -227,6 +233,7 @@ CASES: dict[str, Case] = {
     "fbgemm": fbgemm(),
     "ct-pack-4": pack_quantized(4, 32, symmetric=True),
     "ct-pack-4-asym": pack_quantized(4, 32, symmetric=False),
+    "ct-pack-4-act": pack_quantized(4, 32, symmetric=True, actorder=True),
     "ct-pack-8": pack_quantized(8, 32, symmetric=True),
     "ct-int": int_quantized(),
     "ct-float-static": float_quantized(),
