@@ -193,8 +193,7 @@ class GroupedTask:
         for gate_up, down in layers:
             items: GroupItems = plan_items(group_ends, len(x), tiles.rows)
             product = partial(grouped_matmul, items=items, tiles=tiles, interpret=interpret)
-            gate, up = jnp.split(product(x, gate_up), 2, axis=1)
-            result = product(jax.nn.silu(gate) * up, down)
+            result = product(product(x, gate_up, gated=True), down)
             x = x.at[_two(x), :8].set(result[:2, :8])
         return x
 

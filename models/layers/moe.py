@@ -95,8 +95,9 @@ def grouped_mlp_mosaic(
     tiles = mosaic_tiles(len(x), len(group_ends), (gate_up.shape[1], down.shape[1]), interpret)
     items = plan_items(group_ends, len(x), tiles.rows)
     product = partial(grouped_matmul, items=items, tiles=tiles, interpret=interpret)
-    hidden = product(x, gate_up)
-    gate, up = jnp.split(hidden, 2, axis=1)
+    if activation == "silu":
+        return product(product(x, gate_up, gated=True), down)
+    gate, up = jnp.split(product(x, gate_up), 2, axis=1)
     return product(ACTIVATIONS[activation](gate) * up, down)
 
 

@@ -20,7 +20,13 @@ __all__ = [
 
 
 def grouped_matmul(
-    x: jax.Array, weight: jax.Array, items: GroupItems, *, tiles: MosaicTiles, interpret: Any = None
+    x: jax.Array,
+    weight: jax.Array,
+    items: GroupItems,
+    *,
+    tiles: MosaicTiles,
+    gated: bool = False,
+    interpret: Any = None,
 ) -> jax.Array:
     """Each group of rows times its own weight, for Hopper GPUs.
 
@@ -29,10 +35,12 @@ def grouped_matmul(
       weight: ``[E, out, in]``, in x's type.
       items: ``plan_items`` of the groups' ends, for these tiles. One plan serves all products of a layer.
       tiles: ``mosaic_tiles``.
+      gated: a weight is gate's rows, then up's, and the result silu(gate) * up, half as wide.
       interpret: on a CPU, ``dispatch.gpu_interpreter()``.
 
     Returns:
-      ``[A, out]`` in x's type, sums in float32. Rows past the last group hold anything, NaN too.
+      ``[A, out]`` in x's type, ``[A, out / 2]`` if gated; all is float32 before. Rows past the last group hold
+      anything, NaN too.
 
     Raises:
       ValueError: shapes or types that do not fit, or that the kernel cannot serve. NotImplementedError: a JAX that is
@@ -42,12 +50,12 @@ def grouped_matmul(
         raise ValueError(f"cannot multiply x {x.shape} {x.dtype} by weights {weight.shape} {weight.dtype} in groups")
     if obstacle := tiles_obstacle(x.shape[1], weight.shape[1], x.dtype.name, tiles):
         raise ValueError(obstacle)
-    return _grouped_matmul(x, weight, items, tiles=tiles, interpret=interpret)
+    return _grouped_matmul(x, weight, items, tiles=tiles, gated=gated, interpret=interpret)
 
 
-@partial(jax.jit, static_argnames=("tiles", "interpret"))
+@partial(jax.jit, static_argnames=("tiles", "gated", "interpret"))
 def _grouped_matmul(
-    x: jax.Array, weight: jax.Array, items: GroupItems, *, tiles: MosaicTiles, interpret: Any
+    x: jax.Array, weight: jax.Array, items: GroupItems, *, tiles: MosaicTiles, gated: bool, interpret: Any
 ) -> jax.Array:
-    result: jax.Array = load_mosaic("grouped_matmul").grouped_matmul_mosaic(x, weight, items, tiles, interpret)
+    result: jax.Array = load_mosaic("grouped_matmul").grouped_matmul_mosaic(x, weight, items, tiles, gated, interpret)
     return result

@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -85,17 +86,33 @@ def test_interpreted_without_races(sizes: tuple[int, ...], tiles: MosaicTiles, d
 
 
 @NEEDS_MOSAIC
+def test_gated_without_races() -> None:
+    """silu(gate) * up of a weight of 256 rows, half of them gate's: two tiles of the result's columns."""
+    plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    sizes, tiles = (2, 0, 1), MosaicTiles(1, 128, 2)
+    x, weight, product = inputs(sizes, "bfloat16", out_size=256)
+    gate, up = np.split(product, 2, axis=1)
+    expected = gate / (1 + np.exp(-gate)) * up
+    items = plan_items(ends_of(sizes), len(x), tiles.rows)
+    multiply = partial(grouped_matmul, tiles=tiles, gated=True, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    found = multiply(x, weight, items)
+    assert found.shape == (len(x), 128)
+    assert error_of(found, expected) < 5e-3
+    assert error_of(multiply(x, jnp.roll(weight, 128, axis=1), items), expected) > 0.5
+
+
+@NEEDS_MOSAIC
 @pytest.mark.skipif(aot_missing() is not None, reason=str(aot_missing()))
 @pytest.mark.parametrize(
-    ("num_rows", "num_groups", "in_size", "out_size"),
-    [(512, 128, 2048, 1536), (16384, 128, 768, 2048), (4096, 8, 4096, 28672)],
+    ("num_rows", "num_groups", "in_size", "out_size", "gated"),
+    [(512, 128, 2048, 1536, True), (16384, 128, 768, 2048, False), (4096, 8, 4096, 28672, True)],
     ids=["qwen3-30b-a3b, decode", "qwen3-30b-a3b, prefill, down", "mixtral-8x7b, prefill"],
 )
-def test_compiles_for_an_h200(num_rows: int, num_groups: int, in_size: int, out_size: int) -> None:
+def test_compiles_for_an_h200(num_rows: int, num_groups: int, in_size: int, out_size: int, gated: bool) -> None:
     tiles = mosaic_tiles(num_rows, num_groups, (out_size,))
 
     def product(x: jax.Array, weight: jax.Array, items: GroupItems) -> jax.Array:
-        return grouped_matmul(x, weight, items, tiles=tiles)
+        return grouped_matmul(x, weight, items, tiles=tiles, gated=gated)
 
     items = jax.eval_shape(
         lambda ends: plan_items(ends, num_rows, tiles.rows), jax.ShapeDtypeStruct((num_groups,), jnp.int32)

@@ -186,7 +186,7 @@ def test_experts_the_kernel_cannot_serve_are_multiplied_in_plain_jax(
 @pytest.mark.skipif(aot_missing() is not None, reason=str(aot_missing()))
 def test_what_a_layer_launches_on_an_h200() -> None:
     """Of Qwen3-30B-A3B, 64 tokens: the router, softmax and top-k; four launches that put rows in order and cut them up;
-    the rows; two products with the activation between them; the sum."""
+    the rows; two products, the first with its activation; the sum."""
     spec = MoESpec(128, 8, 768)
     config = DecoderConfig(64, 2048, 768, 4, 4, 8, (LayerSpec(None, moe=spec),), 1e-6)
     bfloat16 = jnp.dtype(jnp.bfloat16)
@@ -198,7 +198,7 @@ def test_what_a_layer_launches_on_an_h200() -> None:
 
     x, live = jax.ShapeDtypeStruct((64, 2048), bfloat16), jax.ShapeDtypeStruct((64,), jnp.bool_)
     report = compile_for("h200", layer, nnx.to_pure_dict(state), x, live)
-    assert sum(report.launches.values()) <= 13, report.thunks
+    assert sum(report.launches.values()) <= 12, report.thunks
     assert [kernel.spill_bytes for kernel in report.kernels] == [0] * len(report.kernels)
 
 
