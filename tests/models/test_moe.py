@@ -14,6 +14,8 @@ from octavo.models.errors import ModelConfigError
 from octavo.models.layers.moe import MoE, block_rows, choose_grouped_mlp, grouped_mlp, route
 from octavo.models.sharding import Placement
 from octavo.pallas_kernels.aot import aot_missing, compile_for
+from octavo.pallas_kernels.compat import mosaic_missing
+from octavo.pallas_kernels.dispatch import gpu_interpreter
 
 HIDDEN, FFN, EXPERTS, CHOSEN = 32, 48, 6, 2
 SPECS = {
@@ -181,6 +183,27 @@ def test_experts_the_kernel_cannot_serve_are_multiplied_in_plain_jax(
     caplog.clear()
     assert choose_grouped_mlp(2048, 768, jnp.dtype(jnp.float32), mosaic) is grouped_mlp
     assert "float32" in caplog.text
+
+
+@pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_kernels_layer_is_every_expert_weighted(activation: str) -> None:
+    """Interpreted; the padding is NaN, and so is what the kernel leaves of its rows."""
+    spec, bfloat16 = MoESpec(2, 1, 64), jnp.dtype(jnp.bfloat16)
+    config = DecoderConfig(64, 64, 64, 4, 4, 8, (LayerSpec(None, moe=spec),), 1e-6, activation=activation)
+    placement = Placement("mosaic", interpret=gpu_interpreter())
+    graphdef, state = nnx.split(MoE(config, spec, dtype=bfloat16, placement=placement))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 0.3, bfloat16), state)
+    x = jnp.asarray(rng.standard_normal((3, 64)), bfloat16).at[1].set(jnp.nan)
+    live = np.array([True, False, True])
+    found = np.asarray(nnx.merge(graphdef, params)(x, jnp.asarray(live)), np.float32)
+    other = MoE(config, spec, dtype=jnp.dtype(jnp.float32), placement=Placement())
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    expected = np.asarray(nnx.merge(nnx.split(other)[0], wide)(x.astype(jnp.float32), jnp.asarray(live)))
+    assert error_of(found[live], expected[live]) < 2e-2
+    assert error_of(found[live], expected[live][::-1]) > 0.5
+    assert not found[~live].any()
 
 
 @pytest.mark.skipif(aot_missing() is not None, reason=str(aot_missing()))
