@@ -34,7 +34,7 @@ class Blocker(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
 sys.meta_path.insert(0, Blocker())
 """
-OURS = [part.name for part in parts.PARTS if not part.needs]
+OURS = [part.name for part in parts.PARTS if not part.needs and part.in_smoke]
 RIVALS = [part.name for part in parts.PARTS if part.needs]
 
 
