@@ -55,8 +55,21 @@ def _inverse_factor(moments: np.ndarray, damping: float) -> np.ndarray:
     for step in range(_DAMPING_STEPS):
         damped[places, places] = diagonal + damping * 10.0**step * diagonal.mean()
         try:
-            inverse = np.linalg.inv(damped)
-            return np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
+            # With rows and columns turned round, so that the product of an upper factor and its transpose comes out.
+            upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
         except np.linalg.LinAlgError:
             continue
+        return _invert_upper(np.ascontiguousarray(upper)).astype(np.float32)
     raise ValueError("the calibration inputs leave the inverse of their moments undefined")
+
+
+def _invert_upper(upper: np.ndarray) -> np.ndarray:
+    """Of an upper triangular matrix, by halves."""
+    if len(upper) <= _BLOCK:
+        return np.triu(np.linalg.inv(upper))
+    half = len(upper) // 2
+    inverse = np.zeros_like(upper)
+    first, second = _invert_upper(upper[:half, :half]), _invert_upper(upper[half:, half:])
+    inverse[:half, :half], inverse[half:, half:] = first, second
+    inverse[:half, half:] = -first @ upper[:half, half:] @ second
+    return inverse

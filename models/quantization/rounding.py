@@ -20,9 +20,14 @@ _LARGEST_SCALE = 65280.0
 
 
 def storable_scales(scales: jax.Array) -> jax.Array:
-    """f32 of any shape → the nearest that float16 and bfloat16 both hold, never 0."""
-    limited = jnp.clip(scales, _LEAST_SCALE, _LARGEST_SCALE).astype(jnp.bfloat16).astype(jnp.float32)
-    return jnp.clip(limited.astype(jnp.float16).astype(jnp.float32), _LEAST_SCALE, _LARGEST_SCALE)
+    """f32 of any shape → the next larger that float16 and bfloat16 both hold (below 2⁻¹⁴ the nearest), never 0.
+
+    Not a smaller one: the ends of a group's range would have no code.
+    """
+    limited = jnp.clip(scales, _LEAST_SCALE, _LARGEST_SCALE).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(limited, jnp.uint32)
+    above = jax.lax.bitcast_convert_type((bits + 0xFFFF) & np.uint32(0xFFFF0000), jnp.float32)
+    return above.astype(jnp.float16).astype(jnp.float32)
 
 
 @dataclass(frozen=True)
