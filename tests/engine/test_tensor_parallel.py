@@ -66,6 +66,8 @@ def test_an_engine_on_two_devices_says_the_same(records):
     assert two["same_tokens"]
     for count in ("choices", "preemptions", "hits", "host_hits"):
         assert two[count] == one[count] > 0
+    assert one["steps_ahead"] is True
+    assert two["steps_ahead"] is False  # collectives of two programs can wait for each other for ever
     assert one["compiles_after_ready"] == two["compiles_after_ready"] == 0
     assert two["prompt_logprobs"][0] is None
     assert two["prompt_logprobs"][1:] == pytest.approx(one["prompt_logprobs"][1:], abs=1e-4)

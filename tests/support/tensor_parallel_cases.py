@@ -136,6 +136,7 @@ def engines(folder: Path) -> Iterator[dict[str, Any]]:
             "case": "engine",
             "devices": count,
             "same_tokens": texts[-1] == texts[0],
+            "steps_ahead": llm._core._async_scheduling,
             "choices": len(texts[-1]),
             "compiles_after_ready": stats.compiles_after_ready_total,
             "preemptions": stats.num_preemptions_total,
