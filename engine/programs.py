@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+from ..models.quantization.weights import QUANTIZED_TYPES
 from ..pallas_kernels.tuning import user_files
 from ..pallas_kernels.work_lists import WorkListSpec
 from ..pallas_kernels.xla_options import step_compiler_options
@@ -49,6 +50,11 @@ class LoadedModel:
     work: WorkListSpec | None = None
     """What the host plans for its attention kernels; None where they want nothing."""
 
+    @property
+    def quantized(self) -> bool:
+        leaves = jax.tree.leaves(self.params, is_leaf=lambda node: isinstance(node, QUANTIZED_TYPES))
+        return any(isinstance(leaf, QUANTIZED_TYPES) for leaf in leaves)
+
 
 class Programs:
     """Compiles and keeps the engine's programs. With ``enforce_eager`` each is compiled on first use."""
@@ -64,7 +70,9 @@ class Programs:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.params
         )
         self._replicated = NamedSharding(model.mesh, P())
-        self.compiler_options: dict[str, str | bool] = step_compiler_options(model.mesh.devices.flat[0].platform)
+        self.compiler_options: dict[str, str | bool] = step_compiler_options(
+            model.mesh.devices.flat[0].platform, quantized=model.quantized
+        )
         """XLA's options for the steps."""
         on_cpu = model.mesh.devices.flat[0].platform == "cpu"
         self._small_options = self.compiler_options if on_cpu else None

@@ -80,6 +80,10 @@ def test_a_missing_plugin_is_named(monkeypatch):
 
 def test_options_of_a_cpu_are_not_those_of_a_gpu():
     assert step_compiler_options("cpu") == {"xla_backend_optimization_level": "1"}
+    assert set(step_compiler_options("cpu", quantized=True)) == {
+        "xla_backend_optimization_level",
+        "xla_cpu_scheduler_type",
+    }
 
 
 @needs_plugin
