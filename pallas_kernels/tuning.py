@@ -138,11 +138,11 @@ def current_gpu() -> str | None:
 
 
 def num_multiprocessors() -> int:
-    """Of the GPU that JAX runs on. On other devices, where kernels are compiled for a described GPU or interpreted, as
-    many as an H100 SXM or an H200 has."""
-    if jax.default_backend() != "gpu":
-        return HOPPER_MULTIPROCESSORS
-    return int(jax.devices()[0].core_count)
+    """Of the GPU that JAX runs on. On other devices, where kernels are compiled for a described GPU or interpreted, and
+    where JAX does not know, as many as an H100 SXM or an H200 has."""
+    device = jax.devices()[0]
+    known = getattr(device, "core_count", None) if device.platform == "gpu" else None
+    return int(known or HOPPER_MULTIPROCESSORS)
 
 
 @cache

@@ -125,7 +125,6 @@ def test_another_number_of_multiprocessors_cuts_the_work_otherwise(monkeypatch):
     not fix the number of thread blocks."""
     before = task("paged_attention").default()
     small = SimpleNamespace(device_kind="NVIDIA H20", core_count=78, platform="gpu")
-    monkeypatch.setattr(tuning.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(tuning.jax, "devices", lambda: [small])
     decode, mixed = (task(operation).default() for operation in OPERATIONS)
     assert (before.target_thread_blocks, decode.target_thread_blocks, mixed.num_ctas) == (4 * 132, 4 * 78, 78)
