@@ -9,13 +9,14 @@ from safetensors.numpy import save_file
 from .safetensors_source import INDEX_NAME, SINGLE_NAME
 
 MAX_FILE_BYTES = 2 << 30
+"""Of tensors, if not given otherwise; a larger tensor has a file of its own."""
 
 
 class SafetensorsWriter:
     """``add`` every tensor once, then ``close``. One file if all fit into ``max_bytes``, else several and an index."""
 
-    def __init__(self, folder: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        self._folder, self._max_bytes = folder, max_bytes or MAX_FILE_BYTES
         self._pending: dict[str, np.ndarray] = {}
         self._files: list[tuple[Path, list[str]]] = []
         self.num_bytes = 0
