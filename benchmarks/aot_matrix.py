@@ -23,7 +23,14 @@ MATRIX = [
     (model, decode_only, 1)
     for model in ("llama-3-8b", "qwen2.5-7b", "qwen3-0.6b", "mistral-7b", "gemma-2-9b")
     for decode_only in (True, False)
-] + [("llama-3-8b", True, 2), ("llama-3-8b", False, 2), ("llama-3-8b", True, 8), ("qwen2.5-7b", True, 2)]
+] + [
+    ("llama-3-8b", True, 2),
+    ("llama-3-8b", False, 2),
+    ("llama-3-8b", True, 8),
+    ("qwen2.5-7b", True, 2),
+    ("qwen2.5-72b-awq", True, 2),
+    ("qwen2.5-72b-awq", False, 2),
+]
 """Model, decode or mixed, GPUs."""
 HEADER = (
     "| model | step | GPUs | pool GB | aliased GB | temporaries MB | launches a layer | command buffers "
@@ -82,7 +89,8 @@ def matrix_row(model: str, decode_only: bool, num_devices: int, options: argpars
 
 
 def layer_all_reduces(report: CompileReport) -> int:
-    return sum("all-reduce" in i.name for i in report.instructions if "_run_layer" in i.op_name)
+    in_layers = (i for i in report.instructions if "_run_layer" in i.op_name)
+    return sum(i.opcode.removesuffix("-start") == "all-reduce" or "all-reduce" in i.name for i in in_layers)
 
 
 if __name__ == "__main__":
