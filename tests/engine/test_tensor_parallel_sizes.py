@@ -1,6 +1,8 @@
 """What several devices can share, and what is refused by name: no device is used here."""
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +22,7 @@ from octavo.models.quantization.weights import empty_weight
 from octavo.models.sharding import as_in_checkpoint, split_over
 from octavo.pallas_kernels.dispatch import Device
 
+ROOT = Path(__file__).resolve().parents[2]
 DENSE = DecoderConfig(
     vocab_size=301,
     hidden_size=64,
@@ -97,6 +100,27 @@ def test_a_norm_over_all_heads_is_copied_with_them():
 def test_the_vocabulary_is_padded_at_its_end():
     mapping = WeightMapping("embed.weight", ("e",), ((301, 3),)).split_as(split_over(DENSE, 4))
     assert rows_of(mapping, 4) == [(0, row) for row in range(301)] + [(-1, -1)] * 3
+
+
+@pytest.fixture
+def tp_matrix(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("tp_matrix")
+
+
+def test_the_page_has_every_row_of_the_matrix(tp_matrix):
+    """What is missing is made by ``make tp-matrix ARGS="--only NAME"``."""
+    names = [*tp_matrix.cases(), "kv-fp8", *tp_matrix.quantized_cases()]
+    rows = tp_matrix.rows_of(ROOT / "docs" / "tensor-parallel.md")
+    assert set(rows) == {(name, devices) for name in names for devices in (2, 4, 8)}
+
+
+def test_a_run_that_goes_on_keeps_good_rows_only(tp_matrix, tmp_path):
+    good, refused = "| a | 2 | 1.0e-07 | the same | ok |", "| a-b | 8 |  | | refused: 4 heads |"
+    file = tmp_path / "table"
+    file.write_text(f"{good}\n| a | 4 | 1.0e-02 | DIFFER | FAILS |\nrunning\n{refused}\n| configuration | devices |\n")
+    assert tp_matrix.rows_of(file) == {("a", 2): good, ("a-b", 8): refused}
+    assert tp_matrix.rows_of(None) == {}
 
 
 @pytest.mark.parametrize("size", [0, -2])
