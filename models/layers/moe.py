@@ -57,8 +57,10 @@ def route(logits: jax.Array, live: jax.Array, spec: MoESpec, *, by_pairs: bool =
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     weights, experts = jax.lax.top_k(probabilities, chosen)
     if spec.normalize_weights:
-        # Added up one by one, which is not a launch of its own.
-        weights = weights / sum(weights[:, i : i + 1] for i in range(chosen))
+        if by_pairs:  # added up one by one, they are not a launch of their own
+            weights = weights / sum(weights[:, i : i + 1] for i in range(chosen))
+        else:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     experts = jnp.where(live[:, None], experts, spec.num_experts).astype(jnp.int32).reshape(-1)
     in_order = _order_by_pairs if by_pairs and len(experts) <= MAX_PAIRED_ROWS else _order_by_sorting
     places, order, group_ends = in_order(experts, spec.num_experts)
@@ -71,8 +73,8 @@ def _order_by_sorting(experts: jax.Array, num_experts: int) -> tuple[jax.Array, 
     rows = jnp.arange(len(experts), dtype=jnp.int32)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     places = jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True)
-    group_ends = jnp.sum(experts <= jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32)
-    return places, order, group_ends
+    group_sizes = jnp.sum(experts[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    return places, order, jnp.cumsum(group_sizes)
 
 
 def _order_by_pairs(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
