@@ -2,6 +2,7 @@
 copied heads; and what a device reads for its share."""
 
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -9,18 +10,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from quantized_gguf import write_gguf
 from quantized_model import CASES
 from quantized_shards import MUTATED, NAMES
 from safetensors.numpy import save_file
 
+from octavo.models.layers.linear import matmul
 from octavo.models.loading.gguf_source import GGUFSource
 from octavo.models.loading.quantized_float import FORMATS
 from octavo.models.loading.quantized_reader import Module
 from octavo.models.loading.safetensors_source import SafetensorsSource
 from octavo.models.quantization.methods import ONLINE, Gguf, read_method
+from octavo.models.quantization.weights import Float8Weight, IntWeight
+from octavo.pallas_kernels.aot import aot_missing, compile_program, find_target, target_mesh
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "quantized_shards.py"
 
@@ -58,6 +66,44 @@ def test_columns_of_another_device_would_show(records: list[dict[str, Any]]) -> 
     mutated = records[-len(MUTATED) :]
     assert [record["case"] for record in mutated] == list(MUTATED)
     assert all({"o", "down"} & set(record["wrong"]) and record["error"] > 0.1 for record in mutated)
+
+
+# ---- what is exchanged ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(aot_missing() is not None, reason="compiling for a GPU needs the CUDA plug-in")
+@pytest.mark.parametrize(
+    ("kind", "gathered", "added"),
+    [
+        ("awq", [], ["[16,4096]"]),
+        ("desc_act", ["[16,8192]"], ["[16,4096]"]),
+        ("static", [], ["[16,4096]"]),
+        ("token", [], ["[16,4096]", "[16]"]),
+    ],
+)
+def test_devices_exchange_activations_only(kind: str, gathered: list[str], added: list[str]) -> None:
+    """Compiled for two H200s that share the 8192 columns of a weight: no weight is gathered; with columns in an order
+    of their own the activations are, and where they are rounded to float8 token by token the largest is asked for."""
+    mesh = target_mesh(find_target("h200"), 2)
+
+    def array(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    if kind in ("static", "token"):
+        scales = array((4096, 1), jnp.float32), array((1,), jnp.float32) if kind == "static" else None
+        weight: Any = Float8Weight(array((4096, 8192), jnp.float8_e4m3fn, None, "tp"), *scales, kind)
+    else:
+        order = array((8192,), jnp.int32) if kind == "desc_act" else None
+        groups = array((4096, 64), jnp.bfloat16, None, "tp")
+        weight = IntWeight(array((4096, 1024), jnp.int32, None, "tp"), groups, permutation=order)
+    x = array((16, 8192), jnp.bfloat16, None, "tp")
+    run = jax.jit(lambda x, weight: matmul(x, weight), out_shardings=NamedSharding(mesh, P()))
+    hlo = compile_program(lambda: run.lower(x, weight)).hlo
+    found = {
+        name: re.findall(rf"= \w+(\[[\d,]+\])\S* {name}(?:-start)?\(", hlo) for name in ("all-gather", "all-reduce")
+    }
+    assert found["all-gather"] == gathered
+    assert sorted(found["all-reduce"]) == sorted(added)
 
 
 # ---- what is read ---------------------------------------------------------------------------
