@@ -105,44 +105,58 @@ class LayerRunner:
         self._ropes = {spec: rope_table(positions, spec) for spec in config.rope_specs}
         self._graphs: dict[LayerSpec, nnx.GraphDef[DecoderLayer]] = {}
 
-    def run(self, layer: LayerSpec, params: dict[str, Any], hidden: np.ndarray) -> tuple[np.ndarray, Sums]:
-        """``hidden [N, L, D]`` → the same after the layer, and the sums over all its tokens."""
+    def outputs(self, layer: LayerSpec, params: dict[str, Any], hidden: np.ndarray) -> np.ndarray:
+        """``hidden [N, L, D]`` → the same after the layer."""
+        after, on_device = np.empty_like(hidden), jax.tree.map(jnp.asarray, params)
+        for index, sample in enumerate(hidden):
+            after[index] = _outputs(*self._arguments(layer, on_device, sample))
+        return after
+
+    def inputs(self, layer: LayerSpec, params: dict[str, Any], hidden: np.ndarray) -> Mapping[str, Inputs]:
+        """What the layer's linear parts are given for ``hidden [N, L, D]``: means over all its tokens."""
+        sums, on_device = None, jax.tree.map(jnp.asarray, params)
+        for sample in hidden:
+            found = _input_sums(*self._arguments(layer, on_device, sample))
+            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+        assert sums is not None
+        count = hidden.shape[0] * hidden.shape[1]
+        return {name: Inputs(*(np.asarray(total) / np.float32(count) for total in pair)) for name, pair in sums.items()}
+
+    def _arguments(self, layer: LayerSpec, params: dict[str, Any], x: np.ndarray) -> tuple[Any, ...]:
         if layer not in self._graphs:
             made = nnx.eval_shape(
                 lambda: DecoderLayer(self._config, layer, dtype=jnp.dtype(jnp.float32), placement=ONE_DEVICE)
             )
             self._graphs[layer] = nnx.split(made)[0]
         rope = None if layer.rope is None else self._ropes[layer.rope]
-        after, sums = np.empty_like(hidden), None
-        on_device = jax.tree.map(jnp.asarray, params)
-        for index, sample in enumerate(hidden):
-            x, found = _run(self._graphs[layer], on_device, sample, self._kv, rope, self._metadata)
-            after[index] = x
-            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
-        assert sums is not None
-        return after, sums
+        return self._graphs[layer], params, x, self._kv, rope, self._metadata
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(
+def _outputs(
     graph: nnx.GraphDef[DecoderLayer],
     params: dict[str, Any],
     x: jax.Array,
     kv: jax.Array,
     rope: RopeTable | None,
     metadata: AttentionMetadata,
-) -> tuple[jax.Array, Sums]:
+) -> jax.Array:
+    return nnx.merge(graph, params)(x, kv, rope, metadata)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _input_sums(
+    graph: nnx.GraphDef[DecoderLayer],
+    params: dict[str, Any],
+    x: jax.Array,
+    kv: jax.Array,
+    rope: RopeTable | None,
+    metadata: AttentionMetadata,
+) -> Sums:
     layer, seen = nnx.merge(graph, params), dict[str, jax.Array]()
     for name, (block, part) in LINEARS.items():
         module = getattr(layer, block)
         if hasattr(module, part):
             setattr(module, part, _Recorder(getattr(module, part), name, seen))
-    x, _ = layer(x, kv, rope, metadata)
-    return x, {name: (inputs.T @ inputs, jnp.abs(inputs).sum(0)) for name, inputs in seen.items()}
-
-
-def as_inputs(sums: Sums, num_tokens: int) -> Mapping[str, Inputs]:
-    return {
-        name: Inputs(np.asarray(moments) / num_tokens, np.asarray(magnitudes) / num_tokens)
-        for name, (moments, magnitudes) in sums.items()
-    }
+    layer(x, kv, rope, metadata)
+    return {name: (inputs.T @ inputs, jnp.abs(inputs).sum(0)) for name, inputs in seen.items()}

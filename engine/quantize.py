@@ -21,7 +21,7 @@ from ..models.loading.safetensors_source import SafetensorsSource
 from ..models.loading.safetensors_writer import SafetensorsWriter
 from ..models.quantization.activation_aware import folds
 from ..models.quantization.rounding import IntegerGrid
-from .calibration import LayerRunner, Samples, as_inputs
+from .calibration import LayerRunner, Samples
 from .config import ModelOptions
 from .errors import ConfigError
 from .find_model import find_model
@@ -179,12 +179,12 @@ class _Work:
         if runner is None:
             return self.method.quantize(weights, {}, prefix), hidden
         layer, plain = self.decoder.layers[index], dict(weights.plain)
-        _, sums = runner.run(layer, self._params(index, plain), hidden)
+        inputs = runner.inputs(layer, self._params(index, plain), hidden)
         try:
-            made = self.method.quantize(weights, as_inputs(sums, hidden.shape[0] * hidden.shape[1]), prefix)
+            made = self.method.quantize(weights, inputs, prefix)
         except ValueError as error:
             raise ConfigError(f"layer {index}: {error}") from error
-        after, _ = runner.run(layer, self._params(index, {**plain, **made.plain}), hidden)
+        after = runner.outputs(layer, self._params(index, {**plain, **made.plain}), hidden)
         return made, after
 
     def _layer_mappings(self, index: int) -> list[WeightMapping]:

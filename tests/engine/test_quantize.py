@@ -18,7 +18,7 @@ from tiny_model import PAIRS, add_tokenizer, tiny_model
 
 from octavo import LLM, SamplingParams
 from octavo.engine import quantize_layers
-from octavo.engine.calibration import LayerRunner, Samples, as_inputs
+from octavo.engine.calibration import LayerRunner, Samples
 from octavo.engine.config import ModelOptions
 from octavo.engine.errors import ConfigError
 from octavo.engine.quantize import Quantized, QuantizeOptions, quantize
@@ -241,15 +241,15 @@ def test_inputs_of_the_first_layer_are_those_of_its_norm(plain: Path) -> None:
     tensors = load_file(plain / "model.safetensors")
     hidden = tensors["model.embed_tokens.weight"][ids]
     params = load(plain)["layers"][0]
-    after, sums = LayerRunner(decoder, 20).run(decoder.layers[0], params, hidden)
+    runner, layer = LayerRunner(decoder, 20), decoder.layers[0]
+    after, found = runner.outputs(layer, params, hidden), runner.inputs(layer, params, hidden)
     assert after.shape == hidden.shape
     normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-5)
-    found = as_inputs(sums, 60)
     assert set(found) == set(LINEARS)
     flat = normed.reshape(60, -1)
     np.testing.assert_allclose(found["qkv"].moments, flat.T @ flat / 60, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(found["qkv"].magnitudes, np.abs(flat).mean(0), rtol=1e-3)
-    one = LayerRunner(decoder, 20).run(decoder.layers[0], params, hidden[1:2])[0]
+    one = runner.outputs(layer, params, hidden[1:2])
     np.testing.assert_allclose(one[0], after[1], rtol=1e-4, atol=1e-4)
 
 
@@ -276,7 +276,7 @@ def test_folding_scales_leaves_the_model_as_it_was(case: str, monkeypatch: pytes
             *path, last = mapping.target.split(".")[2:]
             place = functools.reduce(lambda inner, key: inner.setdefault(key, {}), path, tree)
             place[last] = np.concatenate([plain[name] for name in mapping.sources])
-        return runner.run(decoder.layers[0], tree, hidden)[0]
+        return runner.outputs(decoder.layers[0], tree, hidden)
 
     def search(weights: Any, inputs: Any, channels: np.ndarray, grid: Any) -> np.ndarray:
         return rng.uniform(0.3, 3.0, channels.max() + 1).astype(np.float32)
