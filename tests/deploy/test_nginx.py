@@ -82,7 +82,7 @@ async def running(server: ServerProcess, gauge: str = "vllm:num_requests_running
     return value
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 40.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 90.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.02)

@@ -49,7 +49,7 @@ async def until_ready(client) -> None:
 
 
 async def exit_code(child) -> int:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await child.wait()
 
 

@@ -102,7 +102,7 @@ async def test_failure_in_mid_stream_is_one_event(launch, path):
     assert "[DONE]" not in data
 
 
-async def wait_until(condition, timeout_s: float = 2.0) -> None:
+async def wait_until(condition, timeout_s: float = 15.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - the condition belongs to the server, which has no event for it
             await asyncio.sleep(0.005)

@@ -54,7 +54,7 @@ class Running:
     async def final(self, prompt, params, request_id: str) -> RequestOutput:
         return (await self.outputs(prompt, params, request_id))[-1]
 
-    async def until(self, condition, timeout_s: float = 5.0) -> None:
+    async def until(self, condition, timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110 - another thread
                 await asyncio.sleep(0.002)

@@ -31,7 +31,7 @@ from octavo.models.loading import orbax_checkpoint  # noqa: E402
 from octavo.models.loading.loader import load_params, resolve_model  # noqa: E402
 from octavo.models.sharding import split_over  # noqa: E402
 
-LIMIT_S = 100.0
+LIMIT_S = 250.0
 BYTES_READ = "/tensorstore/kvstore/file/bytes_read"
 
 

@@ -85,7 +85,7 @@ async def nginx_process(
 
 
 async def _until_live(nginx: Nginx, process: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(10), aiohttp.ClientSession() as client:
+    async with asyncio.timeout(30), aiohttp.ClientSession() as client:
         while True:
             assert process.returncode is None, (nginx.folder / "error.log").read_text()
             with suppress(aiohttp.ClientError):

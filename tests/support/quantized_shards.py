@@ -34,7 +34,7 @@ from octavo.models.quantization.packing import WORD_BITS
 from octavo.models.quantization.weights import Float8Weight, IntWeight, PartedWeight
 from octavo.models.sharding import split_over
 
-LIMIT_S = 100.0
+LIMIT_S = 250.0
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}
 GGUF_KINDS = {"gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_1": "Q4_1"}
 ONLINE = {"online-fp8": "fp8", "online-int8": "int8", "online-int4": "int4"}

@@ -63,7 +63,7 @@ class RealServer:
             if ":" in sample.name and not sample.name.endswith("_bucket")
         }
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110 - another thread
                 await asyncio.sleep(0.002)

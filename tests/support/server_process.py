@@ -73,12 +73,12 @@ class ServerProcess:
                 await asyncio.sleep(0.005 if in_a_row else 0.05)
         self.see_children()
 
-    async def exit_code(self, timeout_s: float = 20.0) -> int:
+    async def exit_code(self, timeout_s: float = 40.0) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
 
     async def nothing_is_left(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while any(_is_alive(child) for child in self.children):  # noqa: ASYNC110 - other processes
                 await asyncio.sleep(0.02)
             while list(self.scratch.iterdir()):  # noqa: ASYNC110 - other processes

@@ -24,7 +24,7 @@ tp_matrix = importlib.import_module("tp_matrix")
 from octavo import LLM, SamplingParams  # noqa: E402
 from octavo.models.architectures.base import WeightMapping  # noqa: E402
 
-LIMIT_S = 100.0
+LIMIT_S = 250.0
 Piece = tuple[int, int, int, int]
 SHARED = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 PROMPTS = [[*SHARED, *(20 + 3 * i + j for j in range(14 + i))] for i in range(3)]
