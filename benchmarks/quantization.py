@@ -50,8 +50,6 @@ ROWS = {
     "online-int8": Row("`--quantization int8`", options={"quantization": "int8"}),
     "online-int4": Row("`--quantization int4`", options={"quantization": "int4"}),
     "fp8": Row("`octavo quantize --method fp8`", ["--method", "fp8"]),
-    "fp8-tensor": Row("… `--scales tensor`", ["--method", "fp8", "--scales", "tensor"]),
-    "gptq-8": Row("`octavo quantize --method gptq --bits 8`", ["--method", "gptq", "--bits", "8", *GROUPS, *CALIBRATE]),
     "gptq": Row("`octavo quantize --method gptq`", ["--method", "gptq", *GROUPS, *CALIBRATE]),
     "gptq-nearest": Row("… `--round-to-nearest`", ["--method", "gptq", *GROUPS, *NEAREST]),
     "gptq-asym": Row("… `--asymmetric`", ["--method", "gptq", "--asymmetric", *GROUPS, *CALIBRATE]),
