@@ -123,6 +123,7 @@ class Programs:
         if self._config.cache.num_host_chunks:
             jobs += [("swap_out", self.swap_out), ("swap_in", self.swap_in)]
         self._warming_up = True
+        logger.info("compiling %d programs, or loading them where an earlier start has kept them", len(jobs))
         try:
             with (
                 without_jax_cache(),
@@ -142,6 +143,8 @@ class Programs:
     def _get(self, name: str, build: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
         compiled = self._compiled.get(name)
         if compiled is None:
+            if not self._warming_up:
+                logger.info("compiling %s, met for the first time", name)
             compiled = self._kept.get(name, build) if self._warming_up else build()
             with self._lock:
                 compiled = self._compiled.setdefault(name, compiled)

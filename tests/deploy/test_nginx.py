@@ -144,6 +144,12 @@ async def all_running(pair: Sequence[ServerProcess], count: int) -> bool:
     return [await running(one) for one in pair] == [count] * len(pair)
 
 
+async def each_runs_some(pair: Sequence[ServerProcess], count: int) -> bool:
+    """Those that a third server sent away may have been shared unequally."""
+    numbers = [await running(one) for one in pair]
+    return sum(numbers) == count and min(numbers) > 0
+
+
 async def test_a_server_is_killed(folder, tmp_path):
     """Whatever has not begun is answered by the other one; streams that ran on the dead one end early."""
     async with AsyncExitStack() as stack:
@@ -186,7 +192,7 @@ async def test_servers_stop_start_and_come_back(folder, tmp_path):
         ports = [one.port for one in (*pair, starting)]
         async with nginx_process(ports, tmp_path / "n", changes) as nginx, Client(nginx.url) as client:
             streams = [asyncio.create_task(stream_times(client, max_tokens=300)) for _ in range(4)]
-            await until(lambda: all_running(pair, 2))
+            await until(lambda: each_runs_some(pair, 4))
             pair[0].process.terminate()
             statuses = []
             for _ in range(40):

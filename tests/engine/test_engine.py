@@ -356,12 +356,15 @@ def test_a_context_that_was_not_asked_for_shrinks_to_the_pool(folder):
     assert engine.config.max_model_len == 40
 
 
-def test_eager_compiles_on_first_use_only(folder, alone):
+def test_eager_compiles_on_first_use_only_and_says_so(folder, alone, caplog):
+    caplog.set_level("INFO", "octavo")
     engine = make_llm(folder, enforce_eager=True)
     before = COMPILES.total
+    caplog.clear()
     assert tokens_of(engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False)) == alone[:1]
     used = COMPILES.total
     assert used > before
+    assert sum("met for the first time" in text for text in caplog.messages) > 1
     engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
     assert COMPILES.total == used
 
