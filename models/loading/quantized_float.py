@@ -37,11 +37,16 @@ class Float8Reader(Reader):
         stored = self.module.raw(self.spec.scale_name)
         groups = np.arange(0, self.in_size, self.module.group)[columns] // (self.spec.group_size or self.in_size)
         if self.spec.block_rows is None:
-            return row_scales(stored, start, stop)[:, groups].astype(np.float32)
-        return stored[np.arange(start, stop)[:, None] // self.spec.block_rows, groups].astype(np.float32)
+            found = row_scales(stored, start, stop)[:, groups]
+        else:
+            found = stored[np.arange(start, stop)[:, None] // self.spec.block_rows, groups]
+        return self.module.finite(self.spec.scale_name, found.astype(np.float32))
 
     def vector(self, field: str) -> np.ndarray:
-        return self.module.raw("input_scale").reshape(1)
+        scale = self.module.raw("input_scale").astype(np.float32).reshape(1)
+        if not (np.isfinite(scale[0]) and scale[0] > 0):
+            raise self.module.fail("input_scale", "a scale", expected="a positive number", found=float(scale[0]))
+        return scale
 
 
 class OnlineReader(Reader):

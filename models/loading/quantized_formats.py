@@ -23,6 +23,7 @@ def _words(start: int, stop: int, bits: int) -> tuple[slice, slice]:
 
 class AwqReader(IntReader):
     main = "qweight"
+    scale_name = "scales"
 
     def _suffixes(self) -> Mapping[str, bool]:
         return {"qweight": True, "qzeros": True, "scales": True}
@@ -50,6 +51,7 @@ class AwqReader(IntReader):
 
 class GptqReader(IntReader):
     main = "qweight"
+    scale_name = "scales"
 
     def _suffixes(self) -> Mapping[str, bool]:
         return {"qweight": True, "qzeros": True, "scales": True, "g_idx": self.spec.act_order}
@@ -66,8 +68,7 @@ class GptqReader(IntReader):
             return
         self.module.check("g_idx", [(self.in_size,)], ["I32"])
         index = self.module.raw("g_idx")
-        if index.min() < 0 or index.max() >= groups:
-            raise self.module.fail("g_idx", "a column's group", expected=f"0 to {groups - 1}", found=int(index.max()))
+        self.module.check_groups("g_idx", index)
         in_order = np.arange(self.in_size) // (self.spec.group_size or self.in_size)
         if not self.spec.act_order and (index != in_order).any():
             raise self.module.fail("g_idx", "columns are out of order, but desc_act is false")
@@ -138,6 +139,7 @@ class PackQuantizedReader(IntReader):
             self.module.check("weight_zero_point", [(-(-self.out_size * bits // 32), groups)], ["I32"])
         if self.spec.act_order:
             self.module.check("weight_g_idx", [(self.in_size,)], ["I32"])
+            self.module.check_groups("weight_g_idx", self.group_index())
 
     def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
         words, inside = units_of(columns, WORD_BITS // self.spec.bits)
@@ -151,7 +153,9 @@ class PackQuantizedReader(IntReader):
         return unpack(self.module.raw("weight_zero_point")[words, groups].T, self.spec.bits)[:, inside].T
 
     def group_index(self) -> np.ndarray:
-        return self.module.raw("weight_g_idx")
+        index = self.module.raw("weight_g_idx")
+        # The library's sign for "not set": the columns are in order.
+        return np.arange(self.in_size) // (self.spec.group_size or self.in_size) if (index == -1).all() else index
 
 
 class IntQuantizedReader(IntReader):
@@ -179,6 +183,8 @@ class IntQuantizedReader(IntReader):
 
 class GgufReader(IntReader):
     """ggml's blocks of 32: a float16 scale, in Q4_1 a float16 minimum, then the codes."""
+
+    scale_name = "weight"
 
     def check(self) -> None:
         info = self.module.source.tensors[f"{self.module.name}.weight"]

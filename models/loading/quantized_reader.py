@@ -79,6 +79,20 @@ class Module:
         if info.dtype not in dtypes:
             raise self.fail(suffix, "dtype", expected=" or ".join(dtypes), found=info.dtype)
 
+    def check_groups(self, suffix: str, index: np.ndarray) -> None:
+        """Raises LoadError unless the group of each column is one that there is."""
+        outside = index[(index < 0) | (index >= self.num_groups)]
+        if outside.size:
+            expected = f"0 to {self.num_groups - 1}"
+            raise self.fail(suffix, "a column's group", expected=expected, found=int(outside[0]))
+
+    def finite(self, suffix: str, scales: np.ndarray) -> np.ndarray:
+        """``scales``, which were read from a tensor. Raises LoadError for NaN and infinity; 0 fits a group of zeros."""
+        sound = np.isfinite(scales)
+        if not sound.all():
+            raise self.fail(suffix, "a scale", expected="a finite number", found=float(scales[~sound][0]))
+        return scales
+
 
 class Reader:
     """What all readers share. ``main`` is the tensor of the weights themselves."""
@@ -112,7 +126,9 @@ class Reader:
 
 
 class IntReader(Reader):
-    """Integers with scales. Formats say where codes, scales and zero points are."""
+    """Integers with scales. Formats say where codes, scales (``scale_name`` is their tensor) and zero points are."""
+
+    scale_name = "weight_scale"
 
     def codes(self, start: int, stop: int, columns: Columns) -> np.ndarray:
         """u8 ``[rows, columns]``, counted from 0."""
@@ -158,9 +174,9 @@ class IntReader(Reader):
             signed = codes.astype(np.int8, copy=False) - middle.astype(np.int8)
             return pack(signed, self.spec.device_bits)
         if field == "scale":
-            return self.scales(start, stop, groups[columns])
+            return self.module.finite(self.scale_name, self.scales(start, stop, groups[columns]))
         if field == "minimum":
-            return self.minima(start, stop, groups[columns])
+            return self.module.finite(self.main, self.minima(start, stop, groups[columns]))
         zeros = self.zeros(start, stop, groups[columns]).astype(np.int16) - (1 << (self.spec.bits - 1))
         return zeros.astype(np.int8)
 
