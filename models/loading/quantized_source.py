@@ -107,17 +107,21 @@ class QuantizedSource:
                 reader = self._readers[field.module] = _reader(base, field, fields)
                 for used in reader.tensor_names():
                     infos.pop(used, None)
-                self._drop_empty_bias(f"{field.module}.bias", wanted, infos)
+                self._drop_empty_bias(f"{field.module}.bias", field.weight_shape[0], wanted, infos)
             num_bytes = reader.num_bytes() if field.name in ("packed", "weight") else 0
             infos[full_name] = TensorInfo(full_name, field.shape, field.spec.format, num_bytes, reader.file)
         self.tensors: Mapping[str, TensorInfo] = infos
 
-    def _drop_empty_bias(self, name: str, wanted: set[str], infos: dict[str, TensorInfo]) -> None:
+    def _drop_empty_bias(self, name: str, size: int, wanted: set[str], infos: dict[str, TensorInfo]) -> None:
         """Some GPTQ checkpoints have biases of zeros that the model has not."""
         if name not in infos or name in wanted:
             return
-        values = np.empty(infos[name].shape, np.float32)
-        self._base.read_rows(name, 0, len(values), values)
+        info = infos[name]
+        if info.shape != (size,):
+            raise LoadError("shape", file=info.file, tensor=name, expected=(size,), found=info.shape)
+        self._base.check_readable(name)
+        values = np.empty(info.shape, np.float32)
+        self._base.read_rows(name, 0, size, values)
         if not values.any():
             del infos[name]
 

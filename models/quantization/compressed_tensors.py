@@ -23,6 +23,9 @@ class CompressedTensors:
             fields.refuse("quantization_status", fields.get("quantization_status"), "compressed")
         if (sparsity := fields.object("sparsity_config").get("format", "dense")) != "dense":
             fields.refuse("sparsity_config.format", sparsity, "dense")
+        cache = fields.object("kv_cache_scheme")
+        if (kind := (cache.get("type", "float"), cache.integer("num_bits", 8))) != ("float", 8):
+            fields.refuse("kv_cache_scheme", f"{kind[0]}{kind[1]}", "float with 8 bits")
         common = fields.get("format", "dense")
         groups = []
         for key in fields.mapping("config_groups"):

@@ -62,6 +62,14 @@ class Fields:
             raise ModelConfigError(f"{self._path}: {key} must be a list of names, got {value!r}")
         return tuple(value)
 
+    def nested_names(self, key: str) -> tuple[str, ...]:
+        """Of a list of names, or of lists of names."""
+        value = self._values.get(key, ())
+        if not isinstance(value, list | tuple):
+            raise ModelConfigError(f"{self._path}: {key} must be a list of names, or of lists of them, got {value!r}")
+        found = [name for item in value for name in (item if isinstance(item, list | tuple) else [item])]
+        return Fields({key: found}, self._path).names(key)
+
     def block(self, key: str) -> tuple[int, int] | None:
         """Rows and columns that share a scale."""
         value = self._values.get(key)

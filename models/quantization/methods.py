@@ -71,15 +71,14 @@ class Gptq:
             fields.refuse("pack_dtype", fields.get("pack_dtype"), "int32")
         if fields.boolean("lm_head", False):
             fields.refuse("lm_head", True, "false: the output layer is served unquantised only")
-        blocks = fields.get("modules_in_block_to_quantize", [])
-        only = [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
+        only = fields.nested_names("modules_in_block_to_quantize")
         dynamic = []
         for pattern, changes in fields.mapping("dynamic").items():
             sign, _, regex = pattern.partition(":") if pattern[:2] in ("+:", "-:") else ("+", "", pattern)
             compiled = fields.regex("dynamic", regex)
             kept = None if sign == "-" else cls._spec(fields.over(changes, f"dynamic[{pattern!r}]"), form)
             dynamic.append((compiled, kept))
-        return cls(cls._spec(fields, form), tuple(dynamic), tuple(only))
+        return cls(cls._spec(fields, form), tuple(dynamic), only)
 
     @staticmethod
     def _spec(fields: Fields, form: str) -> WeightSpec:

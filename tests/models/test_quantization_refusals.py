@@ -68,6 +68,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True},
         "lm_head True is not supported; supported: false: the output layer is served unquantised only",
     ),
+    **{
+        f"gptq of modules {value!r}": (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_in_block_to_quantize": value},
+            "quantization_config: modules_in_block_to_quantize must be a list of names",
+        )
+        for value in (5, "q_proj", [5], [["q_proj", 5]], [["q_proj"], {}])
+    },
+    "a KV cache of 7": ({**PACK, "kv_cache_scheme": 7}, "quantization_config.kv_cache_scheme must be an object, got 7"),
+    "a KV cache of integers": (
+        {**PACK, "kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        "kv_cache_scheme 'int8' is not supported; supported: float with 8 bits",
+    ),
     "compressed-tensors on a head": ({**PACK, "ignore": []}, "lm_head is quantised (compressed-tensors)"),
 }
 

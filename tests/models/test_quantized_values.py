@@ -150,3 +150,28 @@ def test_an_index_that_is_not_set_means_columns_in_order(tmp_path: Path, monkeyp
 def test_an_index_of_groups_that_are_not_there_refuses(tmp_path: Path, change: Change, found: str) -> None:
     with pytest.raises(LoadError, match=rf"weight_g_idx': a column's group: expected 0 to \d, found {found}"):
         load(with_index(tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (np.array(0, np.float16), r"shape: expected \(96,\), found \(\)"),
+        (np.zeros((96, 2), np.float16), r"shape: expected \(96,\), found \(96, 2\)"),
+        (np.zeros(95, np.float16), r"shape: expected \(96,\), found \(95,\)"),
+        (np.zeros(0, np.float16), r"shape: expected \(96,\), found \(0,\)"),
+        (np.zeros(96, np.int32), r"dtype: expected .*, found I32"),
+        (np.ones(96, np.float16), "up_proj.bias"),
+    ],
+)
+@pytest.mark.parametrize("case", ["awq-32", "gptq-4"])
+def test_a_bias_that_the_model_has_not_is_one_of_zeros(
+    tmp_path: Path, case: str, bias: np.ndarray, message: str
+) -> None:
+    folder = write_quantized(tmp_path, CASES[case]) / "quantized"
+    for bias_there, refuses in ((np.zeros(96, np.float16), False), (bias, True)):
+        save_file({**read(folder), f"{UP}.bias": bias_there}, folder / "model.safetensors")
+        if not refuses:
+            load(folder)
+            continue
+        with pytest.raises(LoadError, match=message):
+            load(folder)
