@@ -15,7 +15,7 @@ def find_model(options: ModelOptions, path: str | None = None) -> ResolvedModel:
     try:
         return resolve_model(
             path or options.model,
-            revision=options.revision,
+            revision=options.revision if path is None else None,
             download_dir=options.download_dir,
             load_format=options.load_format,
             quantization=options.quantization,

@@ -36,6 +36,7 @@ from .host_tier import SWAP_CHUNK
 from .launch import choose_attention, derive, host_planned_work, state_spec
 from .memory import GPU_RESERVE_BYTES, MemoryPlan, describe_shortage
 from .plan_report import Floor, KernelPlan, Plan, StepPlan
+from .pool_size import cap_blocks
 from .programs import LoadedModel, Programs
 from .step_floor import StepWork, floor_seconds
 from .step_work import shard_bytes, step_work
@@ -158,6 +159,7 @@ def make_plan(
     memory = draft.memory(mixed.temp_bytes)
     cache = draft.config.cache
     num_blocks = cache.num_blocks or (cache.memory_bytes or max(memory.pool, 0)) // memory.block
+    num_blocks = cap_blocks(num_blocks, draft.config.block_size)
     draft.config, problem = _fit(draft.config, memory, num_blocks, draft.dtype.name)
     config = draft.config
     decode = draft.compile(decode_bucket, max(num_blocks, TRIAL_BLOCKS))

@@ -28,6 +28,8 @@ from .programs import LoadedModel, Programs
 
 logger = logging.getLogger(__name__)
 
+MAX_SLOTS = 2**31 - 1
+"""Tokens that a pool can hold: steps compute slot numbers in int32."""
 AMPLE_BYTES = 8 * GIB
 """With so much to spare beside a pool of a given size, nobody has to compile a step to see that it fits."""
 
@@ -72,10 +74,20 @@ def choose_num_blocks(config: EngineConfig, model: LoadedModel, small: StateSpec
         sizes = [CPU_POOL_BYTES // small.kv.bytes_per_block] if platform == "cpu" else []
         sizes += [memory.pool // memory.block] if memory is not None else []
         num_blocks = max(2, min(sizes))
+    num_blocks = cap_blocks(num_blocks, config.block_size)
     if memory is not None:
         check_room(memory, config, dtype=small.dtype.name, platform=platform, num_blocks=num_blocks)
     logger.info("KV cache: %s, %d blocks of %d tokens", gib(num_blocks * block), num_blocks, config.block_size)
     return num_blocks
+
+
+def cap_blocks(num_blocks: int, block_size: int) -> int:
+    """So many blocks, or as many as have slots that int32 can number, the one past the last included."""
+    most = MAX_SLOTS // block_size
+    if num_blocks <= most:
+        return num_blocks
+    logger.warning("KV cache: %d of %d blocks are used: slots are numbered up to %d", most, num_blocks, MAX_SLOTS)
+    return most
 
 
 @contextmanager

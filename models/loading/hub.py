@@ -1,5 +1,6 @@
 """A model's name -> files on this machine."""
 
+import logging
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -11,6 +12,8 @@ from huggingface_hub.errors import (
 )
 
 from .errors import LoadError
+
+logger = logging.getLogger(__name__)
 
 _TEXT_PATTERNS = ["*.json", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_PATTERNS = ["*.safetensors"]
@@ -26,6 +29,8 @@ def fetch_model(model: str, *, revision: str | None, download_dir: str | None, w
     """
     path = Path(model).expanduser()
     if path.exists():
+        if revision is not None:
+            logger.warning("revision %s is not used: %s is on this machine, not on the hub", revision, path)
         return path
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf":
         raise LoadError(f"no such file or folder: {model}")

@@ -202,6 +202,21 @@ def test_a_gpu_gives_what_is_left(monkeypatch):
         gpu_pool(monkeypatch, stats, temporaries=8 * GIB)
 
 
+def test_a_pool_has_no_more_slots_than_int32_numbers(monkeypatch, caplog):
+    """Nor one that was asked for; the number after the last slot stands for none, and is one of them."""
+    stats, limit = {"bytes_limit": 2**60, "bytes_in_use": 0}, np.iinfo(np.int32).max
+    for asked in ({}, {"num_gpu_blocks_override": 2**35}, {"kv_cache_memory_bytes": 2**59}):
+        caplog.clear()
+        num_blocks, _ = gpu_pool(monkeypatch, stats, **asked)
+        size = config(**asked).block_size
+        assert num_blocks * size <= limit < (num_blocks + 1) * size
+        said = [record.message for record in caplog.records if "slots" in record.message]
+        assert len(said) == 1
+        assert f"{num_blocks} of " in said[0]
+    assert pool_size.cap_blocks(2**27 - 1, 16) == 2**27 - 1
+    assert pool_size.cap_blocks(2**27, 16) == 2**27 - 1
+
+
 def test_a_given_pool_with_ample_room_needs_no_compiled_step(monkeypatch):
     stats = {"bytes_limit": 100 * GIB, "bytes_in_use": 2 * GIB}
     assert gpu_pool(monkeypatch, stats, kv_cache_memory_bytes=GIB) == (1024, [])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from tiny_model import tiny_model
 
 from octavo.engine.args import EngineArgs
 from octavo.engine.plan import FEW_LAYERS, MANY_LAYERS, DraftEngine, few_layers, make_plan
@@ -101,3 +102,10 @@ def test_what_is_told_is_of_all_layers():
     assert few.memory(0) == whole.memory(0)
     counts = [len(jax.tree.leaves(draft.model.params)) for draft in (few, whole)]
     assert counts[1] > 9 * counts[0]
+
+
+@needs_compiler
+def test_a_tiny_model_has_no_more_slots_than_int32_numbers(monkeypatch, tmp_path):
+    plan, _ = planned(monkeypatch, str(tiny_model(tmp_path / "tiny", num_hidden_layers=1)), "h200")
+    assert plan.memory.pool // plan.memory.block * plan.block_size > 2**31
+    assert plan.num_blocks * plan.block_size < 2**31 <= (plan.num_blocks + 1) * plan.block_size

@@ -227,6 +227,15 @@ def test_local_paths_never_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_pa
             hub.fetch_model(name, revision=None, download_dir=None)
 
 
+def test_a_revision_of_a_local_path_is_said_not_to_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hub.fetch_model(str(tmp_path), revision=None, download_dir=None)
+    assert not caplog.records
+    hub.fetch_model(str(tmp_path), revision="zzz", download_dir=None)
+    assert [record.message for record in caplog.records] == [
+        f"revision zzz is not used: {tmp_path} is on this machine, not on the hub"
+    ]
+
+
 def test_load_formats_are_checked(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="expected auto or safetensors or gguf or orbax or dummy, found 'pt'"):
         resolve_model(str(tmp_path), load_format="pt")
