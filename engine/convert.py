@@ -78,7 +78,12 @@ def _write_params(resolved: ResolvedModel, dtype: str, folder: Path, progress: C
         progress=True,
     )
     progress("writing")
-    arrays = save_params(folder, params, architecture, decoder)
+    try:
+        arrays = save_params(folder, params, architecture, decoder)
+    except ValueError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):  # how Orbax says that the disk is full
+            raise OSError("no space left on device") from error
+        raise
     below = folder / PARAMS_FOLDER
     files = {path.relative_to(below).as_posix(): path.stat().st_size for path in below.rglob("*") if path.is_file()}
     return OrbaxIndex(

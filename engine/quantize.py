@@ -133,8 +133,7 @@ class _Work:
         self._check_tensors()
         if options.method == "awq" and options.samples is not None:
             folds(decoder, architecture.names, "")  # refuses early
-        prefixes = [architecture.layer_prefix.format(layer) for layer in range(decoder.num_layers)]
-        self.linears = [LayerWeights.names(architecture, prefix) for prefix in prefixes]
+        self.linears = [LayerWeights.names(self.mappings, layer) for layer in range(decoder.num_layers)]
         names = [name for layer in self.linears for part in layer.values() for name in part]
         for name in names:
             out_size, in_size = source.tensors[f"{name}.weight"].shape

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import __version__
-from ..models.architectures.base import LINEAR_PARTS, Architecture
+from ..models.architectures.base import LINEAR_PARTS, Architecture, WeightMapping
 from ..models.decoder_config import DecoderConfig
 from ..models.quantization.activation_aware import (
     Fold,
@@ -43,10 +43,14 @@ class LayerWeights:
     """Tensors that stay plain, as the checkpoint has them: norms, biases."""
 
     @classmethod
-    def names(cls, architecture: Architecture, prefix: str) -> dict[str, tuple[str, ...]]:
-        """``linears`` of the layer whose names begin with ``prefix``."""
-        names = architecture.names
-        return {part: tuple(prefix + name for name in names[part]) for part in LINEAR_PARTS if part in names}
+    def names(cls, mappings: Sequence[WeightMapping], layer: int) -> dict[str, tuple[str, ...]]:
+        """``linears`` of one layer of a dense decoder, by its mappings: an architecture may name more parts."""
+        found = {}
+        for mapping in mappings:
+            *path, part, last = mapping.target.split(".")
+            if path[:2] == ["layers", str(layer)] and part in LINEAR_PARTS and last == "weight":
+                found[part] = tuple(name.removesuffix(".weight") for name in mapping.sources)
+        return found
 
 
 @dataclass

@@ -19,10 +19,12 @@ def _build(config: ModelConfig) -> DecoderConfig:
     )
 
 
+_SHARED_NAMES = {part: names for part, names in LLAMA_NAMES.items() if part != "gate_up"}
+
 ARCHITECTURE = Architecture(
     name="Starcoder2ForCausalLM",
     build=_build,
-    names={**LLAMA_NAMES, "up": ("mlp.c_fc",), "down": ("mlp.c_proj",)},
+    names={**_SHARED_NAMES, "up": ("mlp.c_fc",), "down": ("mlp.c_proj",)},
     defaults={"rms_norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     config_keys={"norm_epsilon": "rms_norm_eps"},
 )

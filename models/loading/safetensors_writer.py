@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from .safetensors_source import INDEX_NAME, SINGLE_NAME
@@ -13,7 +14,10 @@ MAX_FILE_BYTES = 2 << 30
 
 
 class SafetensorsWriter:
-    """``add`` every tensor once, then ``close``. One file if all fit into ``max_bytes``, else several and an index."""
+    """``add`` every tensor once, then ``close``. One file if all fit into ``max_bytes``, else several and an index.
+
+    Both raise OSError for what cannot be written, such as on a full disk.
+    """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         self._folder, self._max_bytes = folder, max_bytes or MAX_FILE_BYTES
@@ -44,6 +48,12 @@ class SafetensorsWriter:
 
     def _flush(self) -> None:
         path = self._folder / f"part-{len(self._files)}.safetensors"
-        save_file(self._pending, path, metadata={"format": "pt"})
+        path.touch()
+        mode = path.stat().st_mode & 0o777  # of any new file here; the library would leave it to its owner alone
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        path.chmod(mode)
         self._files.append((path, list(self._pending)))
         self._pending = {}
