@@ -106,6 +106,7 @@ def test_what_is_told_is_of_all_layers():
 
 @needs_compiler
 def test_a_tiny_model_has_no_more_slots_than_int32_numbers(monkeypatch, tmp_path):
-    plan, _ = planned(monkeypatch, str(tiny_model(tmp_path / "tiny", num_hidden_layers=1)), "h200")
+    folder = tiny_model(tmp_path / "tiny", num_hidden_layers=1, num_key_value_heads=1)
+    plan, _ = planned(monkeypatch, str(folder), "h200", kv_cache_dtype="fp8")
     assert plan.memory.pool // plan.memory.block * plan.block_size > 2**31
     assert plan.num_blocks * plan.block_size < 2**31 <= (plan.num_blocks + 1) * plan.block_size
