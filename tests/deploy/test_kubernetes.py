@@ -15,6 +15,7 @@ from octavo.serving.supervisor import STOP_MARGIN_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
+GUIDE = ROOT / "docs" / "deployment.md"
 KUBECTL = shutil.which("kubectl")
 VERSIONS = ("1.30", "1.37")
 """Oldest and newest Kubernetes checked against."""
@@ -97,9 +98,25 @@ def test_faults_are_found(number):
     assert problems(resource, VERSIONS[-1])
 
 
+def merge(value: object, patch: object) -> object:
+    """A strategic merge patch: mappings key by key, containers by their names, everything else replaced."""
+    if not isinstance(value, dict) or not isinstance(patch, dict):
+        return patch
+    merged = {**value}
+    for key, changed in patch.items():
+        if key == "containers":
+            old = {container["name"]: container for container in value[key]}
+            assert {container["name"] for container in changed} <= set(old)
+            new = {container["name"]: container for container in changed}
+            merged[key] = [merge(container, new.get(name, {})) for name, container in old.items()]
+        else:
+            merged[key] = merge(value[key], changed) if key in value else changed
+    return merged
+
+
 def pods() -> dict[str, dict]:
     deployment, group = load("base/deployment.yaml"), load("leader-worker-set/leader-worker-set.yaml")
-    patched = mutate(deployment, (*POD, "containers", 0, "args"), gpu_container()["args"])
+    patched = merge(deployment, load("gpu/deployment-patch.yaml"))
     return {
         "base": deployment["spec"]["template"],
         "gpu": patched["spec"]["template"],
@@ -109,6 +126,27 @@ def pods() -> dict[str, dict]:
 
 def gpu_container() -> dict:
     return load("gpu/deployment-patch.yaml")["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_the_leader_worker_set_has_the_pods_of_the_gpu_overlay():
+    """Labels, user, tolerations, spread, volumes; and of the container image, options, secrets, probes, limits."""
+    assert pods()["leader-worker-set"] == pods()["gpu"]
+    # So that two empty pods would not pass.
+    spec = pods()["leader-worker-set"]["spec"]
+    assert [one["key"] for one in spec["tolerations"]] == ["nvidia.com/gpu"]
+    assert spec["topologySpreadConstraints"]
+
+
+@pytest.mark.parametrize("name", ["base", "gpu", "leader-worker-set"])
+def test_the_pod_reads_the_secret_of_the_guide(name):
+    [command] = re.findall(r"kubectl create secret generic .*", GUIDE.read_text(encoding="utf-8"))
+    secret = command.split()[4]
+    keys = re.findall(r"--from-literal=([a-z-]+)=", command)
+    variables = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in pods()[name]["spec"]["containers"][0]["env"]}
+    assert set(variables) == {"OCTAVO_API_KEY", "HF_TOKEN"}
+    assert {one["name"] for one in variables.values()} == {secret}
+    assert sorted(one["key"] for one in variables.values()) == sorted(keys)
+    assert all(one["optional"] is True for one in variables.values())
 
 
 @pytest.mark.parametrize("name", ["base", "gpu", "leader-worker-set"])
