@@ -26,7 +26,7 @@ from .config import ModelOptions
 from .errors import ConfigError
 from .find_model import find_model
 from .launch import backend_is_up, make_cpu_devices, make_mesh
-from .model_folder import check_output, copy_texts, written_aside
+from .model_folder import check_output, copy_texts, left_over, written_aside
 from .tokenizer import Tokenizer
 
 
@@ -47,6 +47,8 @@ def convert(options: ModelOptions, output: Path, progress: Callable[[str], None]
     appears when it is complete. Raises ConfigError for a model that cannot be served and for an ``output`` in use.
     """
     check_output(output)
+    if stale := left_over(output):
+        progress(f"left over from runs that were killed, or still in use: {', '.join(map(str, stale))}")
     if not backend_is_up():
         jax.config.update("jax_platforms", "cpu")  # nothing here may take a GPU that is in use
         make_cpu_devices(STORED_PIECES)

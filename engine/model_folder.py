@@ -1,5 +1,6 @@
 """A new folder for a model that a command writes: config.json, the tokenizer's files, and beside them the weights."""
 
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -16,11 +17,32 @@ _TEMPLATES_FOLDER = "additional_chat_templates"
 
 
 def check_output(output: Path) -> None:
-    """Raises ConfigError unless ``output`` is new or an empty folder."""
-    if output.exists() and not output.is_dir():
+    """Raises ConfigError unless ``output`` is new or an empty folder, in a folder that can be written."""
+    try:
+        _check_place(output, output.resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a NUL, a loop of links
+        raise ConfigError(f"output {output} cannot be written: {error}") from error
+
+
+def _check_place(output: Path, place: Path) -> None:
+    """``place`` is where ``output`` leads."""
+    if place.exists() and not place.is_dir():
         raise ConfigError(f"output {output} is a file; name a folder that is new or empty")
-    if output.is_dir() and any(output.iterdir()):
+    if place.is_dir() and any(place.iterdir()):
         raise ConfigError(f"output {output} is not empty; name a folder that is new or empty")
+    if os.path.ismount(place):
+        raise ConfigError(f"output {output} is a mount point, which cannot be replaced; name a new folder in it")
+    above = next(folder for folder in place.parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(f"output {output} cannot be written: {above} is a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"output {output} cannot be written: {above} is not writable")
+
+
+def left_over(output: Path) -> list[Path]:
+    """Folders that runs to ``output`` were writing when they were killed, or still are."""
+    place = output.resolve()
+    return sorted(path for path in place.parent.glob(".*") if path.name.startswith(f".{place.name}.partial-"))
 
 
 @contextmanager
@@ -29,13 +51,13 @@ def written_aside(output: Path) -> Iterator[Path]:
 
     Raises ConfigError if it cannot be written.
     """
-    output = output.absolute()
-    aside = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
+    place = output.resolve()
+    aside = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
         yield aside
-        aside.rename(output)
+        aside.rename(place)
     except OSError as error:
         raise ConfigError(f"output {output} cannot be written: {error}") from error
     finally:

@@ -26,7 +26,7 @@ from .config import ModelOptions
 from .errors import ConfigError
 from .find_model import find_model
 from .launch import backend_is_up
-from .model_folder import check_output, copy_texts, written_aside
+from .model_folder import check_output, copy_texts, left_over, written_aside
 from .quantize_layers import AwqMethod, Fp8Method, GptqMethod, LayerWeights, Method, QuantizedLayer
 from .tokenizer import Tokenizer
 
@@ -74,6 +74,8 @@ def quantize(
     or that the method does not fit, for a bad calibration file, and for an ``output`` in use.
     """
     check_output(output)
+    if stale := left_over(output):
+        progress(f"left over from runs that were killed, or still in use: {', '.join(map(str, stale))}")
     if not backend_is_up():
         jax.config.update("jax_platforms", "cpu")  # nothing here may take a GPU that is in use
     resolved = find_model(model)

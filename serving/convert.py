@@ -8,6 +8,7 @@ from typing import Any
 
 from ..engine.config import DTYPES, ModelOptions
 from ..engine.errors import ConfigError
+from .termination import ends_cleanly
 
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,8 @@ def run_convert(args: argparse.Namespace) -> int:
         quantization=args.quantization,
     )
     try:
-        written = _load("..engine.convert").convert(options, args.output, _say)
+        with ends_cleanly():
+            written = _load("..engine.convert").convert(options, args.output, _say)
     except ConfigError as error:
         args.parser.error(str(error))
     print(f"{written.folder}: {written.num_arrays} arrays, {written.num_bytes / 2**20:.1f} MiB")

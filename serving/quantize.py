@@ -8,6 +8,7 @@ from typing import Any
 
 from ..engine.config import ModelOptions
 from ..engine.errors import ConfigError
+from .termination import ends_cleanly
 
 _CALIBRATED = ("awq", "gptq")
 
@@ -66,7 +67,8 @@ def run_quantize(args: argparse.Namespace) -> int:
     model = ModelOptions(args.model, revision=args.revision, download_dir=args.download_dir)
     try:
         options = _options(args)
-        written = _load("..engine.quantize").quantize(model, options, args.output, _say)
+        with ends_cleanly():
+            written = _load("..engine.quantize").quantize(model, options, args.output, _say)
     except ConfigError as error:
         args.parser.error(str(error))
     mib = [size / 2**20 for size in (written.bytes_before, written.bytes_after)]
