@@ -8,7 +8,7 @@ from .config import GIB, EngineConfig, gib
 from .errors import ConfigError
 
 CPU_POOL_BYTES = GIB
-"""Default size of the KV pool on a CPU."""
+"""Default size of the KV pool on a CPU, of all its devices together: they share one memory."""
 GPU_RESERVE_BYTES = GIB
 """Kept free of JAX's share of a GPU: results on their way, smaller programs' temporaries, fragmentation.
 

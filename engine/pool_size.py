@@ -77,7 +77,8 @@ def choose_num_blocks(config: EngineConfig, model: LoadedModel, small: StateSpec
     num_blocks = cap_blocks(num_blocks, config.block_size)
     if memory is not None:
         check_room(memory, config, dtype=small.dtype.name, platform=platform, num_blocks=num_blocks)
-    logger.info("KV cache: %s, %d blocks of %d tokens", gib(num_blocks * block), num_blocks, config.block_size)
+    size = gib(num_blocks * block) + (" of each device" if model.mesh.size > 1 else "")
+    logger.info("KV cache: %s, %d blocks of %d tokens", size, num_blocks, config.block_size)
     return num_blocks
 
 

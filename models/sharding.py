@@ -56,11 +56,13 @@ def split_over(config: DecoderConfig, num_shards: int) -> DecoderConfig:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     for name, size in (("num_attention_heads", heads), *_ffn_sizes(config)):
         if size % num_shards:
-            raise ModelConfigError(f"tensor_parallel_size {num_shards} does not divide the model's {name} of {size}")
+            raise ModelConfigError(
+                f"tensor_parallel_size {num_shards} does not divide the model's {name} of {size}{_possible(config)}"
+            )
     if kv_heads % num_shards and num_shards % kv_heads:
         raise ModelConfigError(
             f"tensor_parallel_size {num_shards} neither divides the model's num_key_value_heads of {kv_heads} nor is a "
-            f"multiple of it"
+            f"multiple of it{_possible(config)}"
         )
     copies, padding = max(1, num_shards // kv_heads), -config.vocab_size % num_shards
     return replace(
@@ -70,6 +72,18 @@ def split_over(config: DecoderConfig, num_shards: int) -> DecoderConfig:
         vocab_size=config.vocab_size + padding,
         vocab_padding=padding,
     )
+
+
+def _possible(config: DecoderConfig) -> str:
+    """The sizes that ``split_over`` takes, for its errors."""
+    sizes = [size for _, size in _ffn_sizes(config)]
+    kv_heads = config.num_kv_heads
+    possible = [
+        str(count)
+        for count in range(2, config.num_heads + 1)
+        if not any(size % count for size in (config.num_heads, *sizes)) and not (kv_heads % count and count % kv_heads)
+    ]
+    return f"; possible: {', '.join(possible)}" if possible else "; no size but 1 is possible"
 
 
 def as_in_checkpoint(config: DecoderConfig) -> DecoderConfig:

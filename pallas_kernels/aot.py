@@ -176,7 +176,8 @@ def target_mesh(target: GpuTarget, num_devices: int = 1) -> Mesh:
     except (NotImplementedError, RuntimeError, ValueError) as error:
         raise AotUnavailableError(
             f"cannot compile for {target.title} on this machine: {error}. It takes the CUDA plug-in of JAX, but "
-            "neither GPU nor driver: with Python 3.12 or later, pip install 'octavo[cuda12]' (or cuda13)"
+            "neither GPU nor driver: with Python 3.12 or later, in Octavo's source folder, pip install '.[cuda12]' (or "
+            "cuda13)"
         ) from error
     return Mesh(np.array(topology.devices).reshape(num_devices), (MESH_AXIS,), axis_types=(AxisType.Auto,))
 

@@ -230,7 +230,7 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--num-gpu-blocks-override", type=human_int, help="KV blocks, on CPU too")
     group.add_argument("--gpu-memory-utilization", type=float, default=0.92, help="share of GPU memory to use")
     group.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's), fp8, bfloat16, float16, float32")
-    group.add_argument("--kv-cache-memory-bytes", type=human_int, help="size of the KV cache; default on CPU: 1 GiB")
+    group.add_argument("--kv-cache-memory-bytes", type=human_int, help="KV cache per device; on CPU: 1 GiB in all")
     group.add_argument("--scheduling-policy", default="fcfs", help="fcfs, or priority: lower values run earlier")
     group.add_argument("--max-num-queued-reqs", type=human_int, default=16384, help="more are answered 503")
     group.add_argument("--max-num-queued-tokens", type=human_int, help="prompt tokens; more are answered 503")

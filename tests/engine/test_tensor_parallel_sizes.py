@@ -61,6 +61,23 @@ def test_what_cannot_be_divided_is_refused_by_name(changes, devices, match):
         split_over(replace(DENSE, **changes), devices)
 
 
+@pytest.mark.parametrize(
+    ("changes", "devices", "possible"),
+    [
+        ({"num_heads": 9, "num_kv_heads": 3, "intermediate_size": 1536}, 2, "possible: 3"),
+        ({"num_heads": 12, "num_kv_heads": 3, "intermediate_size": 96}, 2, "possible: 3, 6, 12"),
+        ({"intermediate_size": 98}, 4, "possible: 2"),
+        ({"intermediate_size": 97}, 2, "no size but 1 is possible"),
+    ],
+)
+def test_a_refusal_names_the_sizes_that_are_taken(changes, devices, possible):
+    config = replace(DENSE, **changes)
+    with pytest.raises(ModelConfigError, match=f"{possible}$"):
+        split_over(config, devices)
+    for count in possible.removeprefix("possible: ").split(", ") if possible.startswith("possible") else ():
+        split_over(config, int(count))
+
+
 def test_a_feed_forward_that_no_layer_has_may_be_of_any_size():
     experts = replace(DENSE, layers=(LayerSpec(None, moe=MoESpec(4, 2, 36)),), intermediate_size=97)
     assert split_over(experts, 4).intermediate_size == 97

@@ -110,7 +110,7 @@ def test_a_whole_plan_or_what_it_lacks(tmp_path):
     options += ("--attention-backend", "xla", "--swap-space", "0.5", "--kv-cache-dtype", "fp8")
     result = run_octavo(str(tmp_path), *options)
     if result.returncode == 2:
-        assert "pip install 'octavo[cuda12]'" in result.stderr
+        assert "in Octavo's source folder, pip install '.[cuda12]'" in result.stderr
         assert "Traceback" not in result.stderr
         return
     assert result.returncode == 0, result.stderr
