@@ -222,9 +222,14 @@ def _fit(config: EngineConfig, memory: MemoryPlan, num_blocks: int, dtype: str) 
 
 def _resolve(config: EngineConfig) -> ResolvedModel:
     name = config.model.model
-    if name is not None and name in PRESETS:
+    if name is not None and (name in PRESETS or _is_bare_name(name)):
         return ResolvedModel(Path(name), "dummy", _preset(config.model))
     return find_model(replace(config.model, load_format="dummy"))
+
+
+def _is_bare_name(name: str) -> bool:
+    """Neither a file or folder nor a hub id, which has a slash: only a preset can be called so."""
+    return "/" not in name and not name.startswith("~") and not Path(name).exists() and Path(name).suffix != ".gguf"
 
 
 def _preset(options: ModelOptions) -> ModelConfig:

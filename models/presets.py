@@ -136,5 +136,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def preset_config(name: str, hf_overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """The configuration of a preset, with overrides put over it. ModelConfigError if the name is unknown."""
     if name not in PRESETS:
-        raise ModelConfigError(f"model {name!r} is no preset; known: {', '.join(PRESETS)}")
+        raise ModelConfigError(f"model {name!r} is neither a file, a folder nor a preset; known: {', '.join(PRESETS)}")
     return ModelConfig.from_dict(apply_overrides(PRESETS[name], hf_overrides))

@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="octavo", description="LLM inference in JAX", allow_abbrev=False)
     parser.add_argument("--version", "-v", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    tuning = "measure the attention kernels' sizes on this machine's GPU"
+    tuning = "measure the kernels' sizes on this machine's GPU"
     of_models = (
         ("serve", "[options]", "serve a model over OpenAI's API", flags.add_serve_options, run_serve),
         ("plan", "[options]", "what a model takes on a GPU, without that GPU", plan.add_plan_options, plan.run_plan),

@@ -16,7 +16,7 @@ FITS, DOES_NOT_FIT = 0, 1
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``octavo plan``, a few of those of ``octavo serve``."""
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model; without it the default model")
     parser.add_argument(
         "--model", help="folder with a config.json, .gguf file, or a preset: llama-3-8b, qwen2.5-7b, qwen3-0.6b, …"
     )

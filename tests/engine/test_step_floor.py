@@ -95,7 +95,7 @@ def test_presets_are_readable_and_others_are_named():
     for name in PRESETS:
         config = preset_config(name, {"num_hidden_layers": 2})
         assert get_architecture(config.architecture).decoder_config(config).num_layers == 2
-    with pytest.raises(ModelConfigError, match=r"'llama' is no preset; known: llama-3-8b"):
+    with pytest.raises(ModelConfigError, match=r"'llama' is neither a file, a folder nor a preset; known: llama-3-8b"):
         preset_config("llama")
 
 

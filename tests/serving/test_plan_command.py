@@ -87,6 +87,9 @@ def test_the_real_planner_names_what_is_wrong(tmp_path):
     result = run_octavo(str(tmp_path))
     assert (result.returncode, result.stdout) == (2, "")
     assert "config.json lacks hidden_size" in result.stderr or "vocab_size" in result.stderr
+    result = run_octavo("nosuchmodel")
+    assert result.returncode == 2
+    assert "'nosuchmodel' is neither a file, a folder nor a preset; known: llama-3-8b, " in result.stderr
     result = run_octavo("qwen3-0.6b", "--target", "tpu")
     assert result.returncode == 2
     assert "target 'tpu' is unknown; known: h200, h100, rtx4090" in result.stderr
