@@ -181,6 +181,9 @@ class _Work:
             return self.method.quantize(weights, {}, prefix), hidden
         layer, plain = self.decoder.layers[index], dict(weights.plain)
         inputs = runner.inputs(layer, self._params(index, plain), hidden)
+        for part, seen in inputs.items():
+            if not (np.isfinite(seen.moments).all() and np.isfinite(seen.magnitudes).all()):
+                raise ConfigError(f"layer {index}: calibration inputs of {part} are not finite")
         try:
             made = self.method.quantize(weights, inputs, prefix)
         except ValueError as error:
@@ -219,6 +222,9 @@ class _Work:
     def _embed(self, ids: np.ndarray) -> np.ndarray:
         """i32 ``[N, L]`` → f32 ``[N, L, D]``, what the first layer is given."""
         (table,) = self.architecture.names["embed"]
+        rows = self.source.tensors[f"{table}.weight"].shape[0]
+        if ids.max() >= rows:
+            raise ConfigError(f"the tokenizer makes token {ids.max()} of the text, but {table} has {rows} rows")
         hidden = np.asarray(self.source.raw(f"{table}.weight")[ids], np.float32) * self.decoder.embedding_multiplier
         if self.decoder.learned_positions is not None:
             (table,) = self.architecture.names["positions"]

@@ -2,13 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 from tiny_model import tiny_model
 
+from octavo.engine.calibration import Samples
 from octavo.engine.config import ModelOptions
 from octavo.engine.convert import convert
 from octavo.engine.errors import ConfigError
@@ -144,3 +148,26 @@ def test_what_a_killed_run_left_is_named_and_kept(plain: Path, tmp_path: Path) -
     assert said[0].startswith("left over")
     assert ".o.partial-12345678" in said[0]
     assert (tmp_path / ".o.partial-12345678").is_dir()
+
+
+# ---- damaged models --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize(
+    ("token", "size", "complaint"),
+    [(10**6, 1.0, r"token 1000000 of the text, but .*embed_tokens has \d+ rows"), (5, 1e30, "layer 0.*not finite")],
+)
+def test_calibration_that_cannot_be(
+    method: str, token: int, size: float, complaint: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"] *= np.float32(size)
+    folder = shutil.copytree(plain, tmp_path / "in")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("octavo.engine.quantize.Tokenizer.load", lambda path: None)
+    monkeypatch.setattr(Samples, "read", lambda self, tokenizer: np.full((2, 16), token, np.int32))
+    options = QuantizeOptions(method, Samples(Path("text"), 2, 16), group_size=32)
+    with pytest.raises(ConfigError, match=complaint):
+        quantize(ModelOptions(str(folder)), options, tmp_path / "o")
+    assert not (tmp_path / "o").exists()
