@@ -24,12 +24,8 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
         help="awq: 4 bits, activation-aware; gptq: 4 or 8 bits, errors compensated; fp8: e4m3, dynamic activations",
     )
     parser.add_argument("--calibration-file", type=Path, metavar="FILE", help="UTF-8 text; awq and gptq need it")
-    parser.add_argument(
-        "--num-samples", type=_positive, default=128, metavar="N", help="samples of that text; default: %(default)s"
-    )
-    parser.add_argument(
-        "--sample-length", type=_positive, default=512, metavar="N", help="tokens of a sample; default: %(default)s"
-    )
+    parser.add_argument("--num-samples", type=positive, metavar="N", help="samples of that text; default: 128")
+    parser.add_argument("--sample-length", type=positive, metavar="N", help="tokens of a sample; default: 512")
     parser.add_argument(
         "--round-to-nearest", action="store_true", help="awq, gptq: only round each weight, without calibration"
     )
@@ -53,11 +49,11 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--download-dir", help="folder for files from the hub")
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
+def positive(text: str) -> int:
+    """An option's whole number above zero."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
 
 
 def run_quantize(args: argparse.Namespace) -> int:
@@ -89,6 +85,9 @@ def _contradictions(args: argparse.Namespace) -> list[str]:
     for name in given:
         if args.method not in only[name]:
             found.append(f"--{name.replace('_', '-')} is for {' and '.join(only[name])}, not for {args.method}")
+    for name in ("num_samples", "sample_length", "damping"):
+        if getattr(args, name) is not None and args.calibration_file is None:
+            found.append(f"--{name.replace('_', '-')} goes with --calibration-file")
     if args.method in _CALIBRATED and (args.calibration_file is None) != args.round_to_nearest:
         found.append(f"{args.method} takes either --calibration-file FILE or --round-to-nearest")
     if args.group_size not in (None, 32, 64, 128):
@@ -101,7 +100,8 @@ def _contradictions(args: argparse.Namespace) -> list[str]:
 def _options(args: argparse.Namespace) -> Any:
     samples = None
     if args.calibration_file is not None:
-        samples = _load("..engine.calibration").Samples(args.calibration_file, args.num_samples, args.sample_length)
+        numbers = (args.num_samples or 128, args.sample_length or 512)
+        samples = _load("..engine.calibration").Samples(args.calibration_file, *numbers)
     return _load("..engine.quantize").QuantizeOptions(
         method=args.method,
         samples=samples,

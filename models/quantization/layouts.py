@@ -28,7 +28,7 @@ def awq_config(grid: IntegerGrid) -> dict[str, Any]:
     return {
         "quant_method": "awq",
         "bits": grid.bits,
-        "group_size": grid.group_size,
+        "group_size": grid.group_size or -1,
         "zero_point": True,
         "version": "gemm",
         "modules_to_not_convert": ["lm_head"],
@@ -53,7 +53,7 @@ def gptq_config(grid: IntegerGrid, damping: float, version: str) -> dict[str, An
     return {
         "quant_method": "gptq",
         "bits": grid.bits,
-        "group_size": grid.group_size,
+        "group_size": grid.group_size or -1,
         "sym": grid.symmetric,
         "desc_act": False,
         "damp_percent": damping,

@@ -4,6 +4,7 @@ import copy
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import kubernetes_validate
@@ -216,6 +217,68 @@ def test_kustomizations_name_every_file():
         assert files - named <= {"kustomization.yaml", "prometheus-adapter-values.yaml"}
         assert all((FOLDER / overlay / name).exists() for name in named)
     assert {file.parent.name for file in FILES} | {"gpu"} == set(OVERLAYS)
+
+
+IMAGES = {"base": "0.1.0-cpu", "gpu": "0.1.0-cuda12", "leader-worker-set": "0.1.0-cuda12"}
+
+
+def guide_commands(start: str) -> list[str]:
+    """The commands of the guide's Kubernetes section that begin so."""
+    section = GUIDE.read_text(encoding="utf-8").split("## 4. Kubernetes")[1]
+    return [line for line in section.splitlines() if line.startswith(start)]
+
+
+def renamed(image: str, folder: Path) -> str:
+    """What kustomize's ``images:`` of a folder makes of an image: rules apply to names as they are at that moment."""
+    name, tag = re.fullmatch(r"(.+?)(:[^/:]+)?", image).groups()
+    for rule in yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))["images"]:
+        if rule["name"] == name:
+            name = rule.get("newName", name)
+            tag = f":{rule['newTag']}" if "newTag" in rule else tag
+    return name + (tag or "")
+
+
+@pytest.fixture
+def pushed(tmp_path) -> Path:
+    """A copy of the manifests in which the guide's command has put in a registry, one with a port in its name."""
+    shutil.copytree(FOLDER, tmp_path / "deploy" / "kubernetes")
+    [command] = guide_commands("sed ")
+    script = f"REGISTRY=registry.internal:5000/me\n{command.split(' # ')[0]}"
+    subprocess.run(["sh", "-ec", script], cwd=tmp_path, check=True, timeout=30)
+    return tmp_path / "deploy" / "kubernetes"
+
+
+@pytest.mark.parametrize("overlay", IMAGES)
+def test_the_guide_leads_to_the_image_of_each_overlay(pushed, overlay):
+    [container] = pods()[overlay]["spec"]["containers"]
+    expected = f"registry.internal:5000/me/octavo:{IMAGES[overlay]}"
+    assert renamed(container["image"], pushed / overlay) == expected
+    # Without an image of its own in the patch, the GPU overlay would keep what the base has made of it.
+    base = renamed(pods()["base"]["spec"]["containers"][0]["image"], pushed / "base")
+    assert renamed(base, pushed / "gpu") == base
+    if KUBECTL is not None:
+        result = subprocess.run([KUBECTL, "kustomize", pushed / overlay], capture_output=True, text=True, timeout=30)
+        assert result.returncode == 0, result.stderr
+        assert re.findall(r"\bimage: (\S+)", result.stdout) == [expected]
+
+
+def test_the_guide_builds_and_pushes_the_images_that_the_overlays_want():
+    built = re.findall(r"^docker build .*-t (octavo:\S+)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    tagged = [line.split() for line in guide_commands("docker tag")]
+    for words in tagged:
+        source, target = words[2:4]
+        assert source in built
+        assert target == f"$REGISTRY/octavo:{version}-{source.removeprefix('octavo:')}"
+        assert words[4:] == ["&&", "docker", "push", target]
+    assert {words[3].rpartition(":")[2] for words in tagged} == set(IMAGES.values())
+    assert {load(f"{overlay}/kustomization.yaml")["images"][0]["newTag"] for overlay in IMAGES} == set(IMAGES.values())
+
+
+def test_the_guide_says_what_the_autoscaler_needs():
+    replicas = load("base/deployment.yaml")["spec"]["replicas"]
+    before = GUIDE.read_text(encoding="utf-8").split("Before the autoscaler is used")[1]
+    assert f"remove `replicas: {replicas}` from `deploy/kubernetes/base/deployment.yaml`" in before.split("\n\n")[0]
 
 
 @pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed: kustomizations are not built")

@@ -283,7 +283,7 @@ def test_folding_scales_leaves_the_model_as_it_was(case: str, monkeypatch: pytes
 
     monkeypatch.setattr(quantize_layers, "search_scales", search)
     method = quantize_layers.AwqMethod(32, decoder, architecture)
-    linears = quantize_layers.LayerWeights.names(architecture, prefix)
+    linears = quantize_layers.LayerWeights.names(architecture.weight_mappings(decoder), 0)
     weights = {f"{name}.weight" for part in linears.values() for name in part}
     layer = quantize_layers.LayerWeights(
         linears, dict(tensors), {name: value for name, value in tensors.items() if name not in weights}
@@ -480,12 +480,16 @@ def test_options_of_the_command(
         (["--method", "awq"], "awq takes either --calibration-file FILE or --round-to-nearest"),
         (["--method", "gptq", "--round-to-nearest", "--calibration-file", "f"], "gptq takes either"),
         (["--method", "fp8", "--round-to-nearest"], "--round-to-nearest is for awq and gptq, not for fp8"),
+        (["--method", "fp8", "--num-samples", "3"], "--num-samples goes with --calibration-file"),
+        (["--method", "awq", "--round-to-nearest", "--sample-length", "9"], "--sample-length goes with --calibration"),
+        (["--method", "gptq", "--round-to-nearest", "--damping", "0.1"], "--damping goes with --calibration-file"),
+        (["--method", "awq", "--num-samples", "1.5"], "'1.5' is not a whole number above zero"),
         (["--method", "fp8", "--group-size", "32"], "--group-size is for awq and gptq, not for fp8"),
         (["--method", "awq", "--bits", "4", "--round-to-nearest"], "--bits is for gptq, not for awq"),
         (["--method", "gptq", "--scales", "tensor", "--round-to-nearest"], "--scales is for fp8, not for gptq"),
         (["--method", "gptq", "--group-size", "48", "--round-to-nearest"], "--group-size is 32, 64 or 128, not 48"),
-        (["--method", "gptq", "--damping", "0", "--round-to-nearest"], "--damping is between 0 and 1, not 0.0"),
-        (["--method", "awq", "--num-samples", "0", "--round-to-nearest"], "0 is not positive"),
+        (["--method", "gptq", "--damping", "0", "--calibration-file", "f"], "--damping is between 0 and 1, not 0.0"),
+        (["--method", "awq", "--num-samples", "0", "--round-to-nearest"], "'0' is not a whole number above zero"),
         (["--method", "fp8"], "no such file or folder"),
     ],
 )
