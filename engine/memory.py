@@ -90,6 +90,10 @@ def _advice(memory: MemoryPlan, config: EngineConfig, dtype: str, platform: str,
         result.append("more free memory")
         if config.cache.swap_bytes:
             result.append("a smaller swap_space")
+    else:
+        result.append(f"a larger tensor_parallel_size (now {config.tensor_parallel_size})")
+    if config.model.quantization is None and memory.weights >= shortage:
+        result.append("quantised weights (--quantization fp8, int8 or int4, or a quantised checkpoint)")
     return [*result, "a smaller model"]
 
 

@@ -69,7 +69,10 @@ class DraftEngine:
         self.target, self.progress = target, progress
         self.num_devices = args.tensor_parallel_size
         config = EngineConfig.from_args(args)
-        self.decoder, self.dtype, self.config = derive(config, _resolve(config), None, "gpu")
+        resolved = _resolve(config)
+        quantization = resolved.config.quantization
+        self.quantization = None if quantization is None else quantization.name
+        self.decoder, self.dtype, self.config = derive(config, resolved, None, "gpu")
         self.compiled = self.decoder if all_layers else few_layers(self.decoder)
         try:
             self.mesh = target_mesh(target, self.num_devices)
@@ -170,6 +173,7 @@ def make_plan(
         rates=f"{target.bytes_per_s / 1e12:g} TB/s, {target.flops_per_s / 1e12:g} TFLOP/s; {target.rates_from}",
         num_devices=draft.num_devices,
         dtype=draft.dtype.name,
+        quantization=draft.quantization,
         kv_dtype=kv_dtype(config, draft.dtype).name,
         attention=f"{draft.attention.implementation} ({draft.attention.reason})",
         memory=memory,

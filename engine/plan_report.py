@@ -72,6 +72,8 @@ class Plan:
     num_layers: int
     num_compiled: int
     """Layers of the steps that were compiled."""
+    quantization: str | None = None
+    """How the linear layers' weights are stored; None: as ``dtype``."""
     kv_dtype: str | None = None
     """Of the KV pool's numbers; None: ``dtype``."""
     problem: str | None = None
@@ -87,9 +89,12 @@ class Plan:
 def format_plan(plan: Plan) -> str:
     """The plan as text for a terminal."""
     devices = "" if plan.num_devices == 1 else f" x {plan.num_devices} (bytes below are of each)"
-    cache = f", KV cache in {plan.kv_dtype}," if plan.kv_dtype not in (None, plan.dtype) else ""
+    others = [f", weights in {plan.quantization}"] if plan.quantization is not None else []
+    if plan.kv_dtype not in (None, plan.dtype):
+        others.append(f", KV cache in {plan.kv_dtype}")
+    stored = "".join(others) + ("," if others else "")
     lines = [
-        f"{plan.model} in {plan.dtype}{cache} on {plan.target}{devices}",
+        f"{plan.model} in {plan.dtype}{stored} on {plan.target}{devices}",
         f"attention: {plan.attention}",
         "",
         *_memory_lines(plan),

@@ -112,12 +112,19 @@ def test_what_fits_is_not_complained_about():
 @pytest.mark.parametrize(
     ("changes", "dtype", "platform", "num_blocks", "parts", "absent"),
     [
-        ({"weights": 20 * GIB}, "bfloat16", "gpu", 2, ["3.75 GiB too much", "a smaller model"], ["dtype", "number"]),
+        (
+            {"weights": 20 * GIB},
+            "bfloat16",
+            "gpu",
+            2,
+            ["3.75 GiB too much", "tensor_parallel_size (now 1)", "--quantization", "a smaller"],
+            ["dtype", "number"],
+        ),
         ({"weights": 20 * GIB}, "float32", "gpu", 2, ["dtype bfloat16, which saves 10.00 GiB"], ["utilization"]),
         ({"weights": 17 * GIB}, "bfloat16", "gpu", 2, ["0.75 GiB", "gpu_memory_utilization 0.958 or more"], ["dtype"]),
         ({"temporaries": GIB}, "bfloat16", "gpu", 2, ["temporaries of a step 1.00 GiB", "max_num_batched_tokens"], []),
         ({}, "bfloat16", "gpu", 9, ["0.62 GiB too much", "(4 blocks, 0.50 GiB, fit)", "kv_cache_memory_bytes"], []),
-        ({"usable": 8 * GIB}, "float32", "cpu", 2, ["free memory", "of this machine"], ["utilization"]),
+        ({"usable": 8 * GIB}, "float32", "cpu", 2, ["free memory", "of this machine"], ["utilization", "tensor"]),
     ],
 )
 def test_the_message_says_by_how_much_and_what_would_help(changes, dtype, platform, num_blocks, parts, absent):

@@ -114,6 +114,13 @@ def a_plan(**changes) -> Plan:
     return replace(plan, **changes)
 
 
+def test_the_heading_names_what_is_stored_otherwise():
+    assert format_plan(a_plan(quantization="awq", kv_dtype="float8_e4m3fn")).startswith(
+        "m in bfloat16, weights in awq, KV cache in float8_e4m3fn, on GPU X\n"
+    )
+    assert format_plan(a_plan(kv_dtype="bfloat16")).startswith("m in bfloat16 on GPU X\n")
+
+
 def test_the_plan_says_what_fits():
     plan = a_plan()
     assert plan.memory.pool == 54 * GIB
