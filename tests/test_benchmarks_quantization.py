@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from octavo.engine.calibration import Samples
 from octavo.engine.tokenizer import Tokenizer
 from octavo.models.loading.default_model import find_default_model
 from octavo.models.quantization.methods import METHODS
@@ -34,7 +33,7 @@ def test_rows_are_commands_that_exist_and_texts_long_enough_for_them() -> None:
         assert command._contradictions(args) == []
         methods.add((args.method, args.round_to_nearest))
         if args.calibration_file:
-            samples = Samples(args.calibration_file, args.num_samples, args.sample_length).read(tokenizer)
+            samples = command._options(args).samples.read(tokenizer)
             assert samples.shape == (40, 512)
     assert methods == {("awq", False), ("awq", True), ("gptq", False), ("gptq", True), ("fp8", False)}
     text = (SCRIPT.parent / "data" / "evaluation.txt").read_text(encoding="utf-8")

@@ -451,10 +451,14 @@ def test_the_command(
         (["--method", "fp8"], QuantizeOptions("fp8")),
         (["--method", "fp8", "--scales", "tensor"], QuantizeOptions("fp8", per_channel=False)),
         (["--method", "awq", "--round-to-nearest"], QuantizeOptions("awq")),
+        (
+            ["--method", "gptq", "--damping", "0.1", "--calibration-file", "f", "--num-samples", "3"],
+            QuantizeOptions("gptq", Samples(Path("f"), 3), damping=0.1),
+        ),
         (["--method", "awq", "--calibration-file", "f"], QuantizeOptions("awq", Samples(Path("f")))),
         (
-            ["--method", "gptq", "--bits", "8", "--damping", "0.1", "--group-size", "64", "--round-to-nearest"],
-            QuantizeOptions("gptq", bits=8, damping=0.1, group_size=64),
+            ["--method", "gptq", "--bits", "8", "--group-size", "64", "--round-to-nearest"],
+            QuantizeOptions("gptq", bits=8, group_size=64),
         ),
     ],
 )
